@@ -1,0 +1,536 @@
+"""Adam8bit and AdamW8bit: the torch.optim contract over the fused step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from . import backends, ops
+from . import state as state_of
+from .codecs import CODECS
+from .step_plan import Bucket, BucketKey, Entry, Hyperparameters, StepPlan
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Options that decide what a state tensor means: fixed once a group has state.
+FROZEN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "amsgrad")
+# Options that stay the optimizer's own when a state is loaded: the frozen ones that a file cannot change by itself,
+# and the backend, which belongs to a machine.
+OWN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "backend")
+# Options that decide how tensors are grouped and served.
+PLAN_OPTIONS = (*FROZEN_OPTIONS, "maximize", "decoupled_weight_decay", "capturable", "backend")
+
+_STEP_LIMIT = "the optimizer has made 2^24 steps; a float32 step counter cannot count further"
+
+_UNSUPPORTED = {
+    "optim_bits": "for 32-bit state put `state_bits: 32` into a param group",
+    "args": "it has no counterpart",
+    "is_paged": "the state is a quarter of the size and is not paged",
+    "percentile_clipping": "clip with torch.nn.utils.clip_grad_norm_",
+    "block_wise": "state is always blockwise; `block_size` sets the block",
+    "foreach": "every step is one fused launch per bucket of tensors",
+    "fused": "every step is fused",
+    "differentiable": "the step is not differentiable; use torch.optim",
+}
+
+
+class Adam8bit(torch.optim.Optimizer):
+    r"""Adam with **decoupled** weight decay and 8-bit state.
+
+    Weight decay is decoupled, as in bitsandbytes' `Adam8bit` and `torch.optim.AdamW`, *not* added to the gradient as
+    in `torch.optim.Adam`; `decoupled_weight_decay=False` gives torch.optim.Adam's. In everything else the update is
+    Adam's (Kingma & Ba, 2015, https://arxiv.org/abs/1412.6980). Both moments are kept in 8 bits with a scale per block
+    of `block_size` elements, about 2.03 bytes per parameter instead of 8, and updated in FP32 registers.
+
+    Args:
+        params: parameters (FP32, BF16 or FP16), named parameters, or param groups. Every option below can also stand
+            in a param group and is saved with it. `state_bits: 32` in a group keeps its state in FP32.
+        lr: learning rate; a float or a 0-dim tensor. A tensor on an accelerator needs `capturable`.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: added to the denominator. Values below 2^-64 act as 2^-64.
+        weight_decay: decoupled weight decay coefficient (multiplied by lr), or the L2 coefficient when
+            `decoupled_weight_decay` is False.
+        amsgrad: divide by the largest second moment so far (a third 8-bit state).
+        maximize: ascend instead of descend.
+        decoupled_weight_decay: see above.
+        capturable: keep `step` on the parameter's device and compute the schedule there, so that a CUDA graph can
+            capture the step.
+        codec: the state format: "adaptive" (most precise), "dynamic" (bitsandbytes' map) or "e4m3" (FP8).
+        block_size: elements per scale: 64, 128 or 256.
+        min_8bit_size: parameters with fewer elements keep FP32 state. So do 1-D parameters below 2^20 elements and
+            parameters whose rows have fewer than 8 elements.
+        backend: None chooses by device. "cpp", "triton" or "reference" insist on one: an error says why if it cannot
+            serve.
+
+    State of a parameter, under torch's names: `step` (float32 scalar), `exp_avg`, `exp_avg_sq` (codes of the
+    parameter's shape) and `exp_avg_scale`, `exp_avg_sq_scale` ([rows, blocks per row]; rows is dim 0); FP32 `exp_avg`,
+    `exp_avg_sq` where it stays in 32 bits; with amsgrad also `max_exp_avg_sq` and its scale.
+
+    A gradient element that is NaN, infinite or above 2^63 counts as 0 for that element alone; `nonfinite_count()` says
+    how many there were.
+
+    Raises:
+        ValueError: an option is out of range.
+        TypeError: a parameter or gradient has a dtype or layout that is not supported.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = True,
+        capturable: bool = False,
+        codec: str = "adaptive",
+        block_size: int = 256,
+        min_8bit_size: int = 4096,
+        backend: str | None = None,
+        **unsupported: Any,
+    ) -> None:
+        for name in unsupported:
+            if name in _UNSUPPORTED:
+                raise TypeError(f"{type(self).__name__} does not take {name}: {_UNSUPPORTED[name]}")
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            decoupled_weight_decay=decoupled_weight_decay,
+            capturable=capturable,
+            codec=codec,
+            block_size=block_size,
+            min_8bit_size=min_8bit_size,
+            state_bits=8,
+            backend=backend,
+            state_format=state_of.STATE_FORMAT,
+        )
+        self._plan: StepPlan | None = None
+        self._plan_options: list[tuple] = []
+        self._frozen: dict[int, tuple] = {}
+        self._nonfinite: dict[torch.device, Tensor] = {}
+        _check_options(defaults, "the defaults")
+        super().__init__(params, defaults)
+
+    # -- param groups and pickling ------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group. Options that it lacks take the optimizer's defaults."""
+        number = len(self.param_groups)
+        if isinstance(param_group, dict):
+            _check_options(self.defaults | param_group, f"param group {number}")
+        super().add_param_group(param_group)
+        group = self.param_groups[number]
+        try:
+            for i, p in enumerate(group["params"]):
+                if p.requires_grad:
+                    _check_param(p, _name(group, number, i))
+        except TypeError:
+            del self.param_groups[number]
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan = None
+        self._plan_options = []
+        self._frozen = {}
+        self.__dict__.setdefault("_nonfinite", {})
+        for number, group in enumerate(self.param_groups):
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+            if any(self.state.get(p) for p in group["params"]):
+                self._frozen[number] = _options(group, FROZEN_OPTIONS)
+
+    # -- saving and loading -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state and the param groups, as torch.optim has them: plain tensors and numbers."""
+        result = super().state_dict()
+        # Step counters are views of one packed tensor; a file should hold each by itself.
+        result["state"] = {
+            key: value | {"step": value["step"].clone()} if isinstance(value.get("step"), Tensor) else value
+            for key, value in result["state"].items()
+        }
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` returned. The tensors are copied.
+
+        Saved options of a group win over the optimizer's, except codec, block_size, min_8bit_size, state_bits and
+        backend, which stay its own; options that are missing take the defaults.
+
+        Raises:
+            ValueError: the groups, the formats, the shapes, dtypes or values do not fit. Nothing is changed then.
+        """
+        # torch would cast integer codes and scales to the parameter's dtype: they pass through it in boxes.
+        # Hooks of the user come first when reading and last when done.
+        prepare = self.register_load_state_dict_pre_hook(_checked_and_boxed)
+        finish = self.register_load_state_dict_post_hook(_unbox, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            prepare.remove()
+            finish.remove()
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, in place.
+
+        Args:
+            closure: reevaluates the model and returns the loss, which `step` then returns.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: before any parameter or state is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # GradScaler sets these two for the duration of the call, as on torch's fused optimizers.
+        self._step(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        return loss
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def _step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        hyperparameters = [_hyperparameters(group, i) for i, group in enumerate(self.param_groups)]
+        if found_inf is not None and found_inf.device.type == "cpu":
+            if bool(found_inf):
+                return
+            found_inf = None
+        plan = self._current_plan(count_on_device=found_inf is not None)
+        for bucket, scalars, table in plan.scalars(hyperparameters):
+            self._run(bucket, scalars, table, grad_scale, found_inf)
+        for counters in plan.counters.values():
+            counters.advance(found_inf)
+
+    def _run(
+        self, bucket: Bucket, scalars: Tensor, table: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        key = bucket.key
+        params, grads = bucket.params, bucket.grads()
+        contiguous = params
+        if key.solo is not None:
+            contiguous, grads = [p.contiguous() for p in params], [g.contiguous() for g in grads]
+        device = key.device
+        if device not in self._nonfinite:
+            self._nonfinite[device] = torch.zeros(1, dtype=torch.int64, device=device)
+        ops.adam_step(
+            key.backend,
+            contiguous,
+            grads,
+            *bucket.states,
+            scalars,
+            table,
+            None if grad_scale is None else grad_scale.to(device),
+            None if found_inf is None else found_inf.to(device),
+            self._nonfinite[device],
+            key.codec,
+            key.block_size,
+            key.decoupled_weight_decay,
+            key.maximize,
+        )
+        for p, source in zip(params, contiguous, strict=True):
+            if source is not p:
+                p.copy_(source)
+        torch.autograd.graph.increment_version(params)
+
+    def nonfinite_count(self) -> int:
+        """How many gradient elements were not finite (or above 2^63) and counted as 0, since this object was made.
+
+        Reads the counters of all devices, and so waits for them. Steps that GradScaler skips are not counted.
+        """
+        return sum(int(counter.item()) for counter in self._nonfinite.values())
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def _current_plan(self, count_on_device: bool) -> StepPlan:
+        options = [_options(group, PLAN_OPTIONS) for group in self.param_groups]
+        plan = self._plan
+        if plan is None or options != self._plan_options or not self._plan_holds(plan, count_on_device):
+            plan = self._build_plan(count_on_device)
+            self._plan, self._plan_options = plan, options
+        for counters in plan.counters.values():
+            if counters.largest() >= state_of.MAX_STEP:
+                raise RuntimeError(_STEP_LIMIT)
+        return plan
+
+    def _plan_holds(self, plan: StepPlan, count_on_device: bool) -> bool:
+        entries = iter(plan.entries)
+        state = self.state
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                grad = p.grad
+                if grad is None:
+                    continue
+                entry = next(entries, None)
+                if entry is None or not entry.holds(p, grad, number, state.get(p)):
+                    return False
+                if count_on_device and p.device.type != "cpu" and entry.state["step"].device.type == "cpu":
+                    return False
+        return next(entries, None) is None
+
+    def _build_plan(self, count_on_device: bool) -> StepPlan:
+        """Check everything, then allocate the state that is missing."""
+        entries: list[Entry] = []
+        keys: list[BucketKey] = []
+        frozen = dict(self._frozen)
+        seen: set[Tensor] = set()
+        for number, group in enumerate(self.param_groups):
+            _check_options(group, f"param group {number}")
+            for i, p in enumerate(group["params"]):
+                if p.grad is None or p in seen:
+                    continue
+                seen.add(p)
+                name = _name(group, number, i)
+                _check_param(p, name)
+                _check_grad(p.grad, name)
+                current = _options(group, FROZEN_OPTIONS)
+                if frozen.setdefault(number, current) != current:
+                    raise ValueError(_changed_options(number, frozen[number], current))
+                own = self.state.get(p) or {}
+                on_device = group["capturable"] or (p.device.type != "cpu" and count_on_device)
+                if own:
+                    if message := state_of.structural_error(own, p.shape, group):
+                        raise ValueError(f"the state of {name} {message}")
+                    step = own["step"]
+                    if not isinstance(step, Tensor):
+                        own = own | {"step": torch.tensor(float(step))}
+                    elif step.device.type != "cpu":
+                        on_device = True
+                    elif float(step) >= state_of.MAX_STEP:
+                        raise RuntimeError(_STEP_LIMIT)
+                    for tensor_name, tensor in own.items():
+                        if tensor_name != "step" and tensor.device != p.device:
+                            raise RuntimeError(
+                                f"{tensor_name} of {name} is on {tensor.device}, the parameter on {p.device}: move the "
+                                "model before the first step, or load the state again after moving it"
+                            )
+                key = BucketKey(
+                    group["backend"],
+                    p.device,
+                    p.dtype,
+                    p.grad.dtype,
+                    state_of.codec_of(p.shape, group),
+                    group["block_size"],
+                    group["decoupled_weight_decay"],
+                    group["maximize"],
+                    group["amsgrad"],
+                    on_device,
+                    None,
+                )
+                backends.select(key.device, key.backend)
+                entry = Entry(p, p.grad, number, own)
+                keys.append(key if entry.contiguous else key._replace(solo=len(entries)))
+                entries.append(entry)
+        for entry in entries:
+            if not entry.state:
+                entry.state = state_of.allocate(entry.p, self.param_groups[entry.group])
+        plan = StepPlan(entries, keys)
+        for entry in entries:
+            self.state[entry.p] = entry.state
+        self._frozen = frozen
+        return plan
+
+
+class AdamW8bit(Adam8bit):
+    r"""AdamW with 8-bit state: `Adam8bit` with a `weight_decay` of 1e-2, always decoupled.
+
+    The defaults are those of torch.optim.AdamW (Loshchilov & Hutter, 2019, https://arxiv.org/abs/1711.05101).
+    Arguments as in `Adam8bit`, without `decoupled_weight_decay`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **options: Any,
+    ) -> None:
+        if "decoupled_weight_decay" in options:
+            raise TypeError("AdamW8bit always decouples weight decay; Adam8bit takes decoupled_weight_decay")
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+
+def _options(group: Mapping[str, Any], names: tuple[str, ...]) -> tuple:
+    return tuple(group[name] for name in names)
+
+
+def _name(group: Mapping[str, Any], number: int, i: int) -> str:
+    names = group.get("param_names")
+    return f"parameter {i} of group {number}" + (f" ({names[i]})" if names else "")
+
+
+def _check_param(p: Tensor, name: str) -> None:
+    if p.dtype not in PARAM_DTYPES:
+        raise TypeError(
+            f"{name} has dtype {p.dtype}: fused8 updates float32, bfloat16 and float16 parameters. Convert it, or give "
+            "it to an optimizer of torch.optim"
+        )
+    if p.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {p.layout}: fused8 updates dense parameters")
+    if hasattr(p, "to_local"):
+        raise TypeError(f"{name} is a DTensor, which this version of fused8 does not update")
+
+
+def _check_grad(grad: Tensor, name: str) -> None:
+    if grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {name} is sparse ({grad.layout}): fused8 takes dense gradients. Use sparse=False in the "
+            "embedding, or torch.optim.SparseAdam for this parameter"
+        )
+    if grad.dtype not in PARAM_DTYPES:
+        raise TypeError(f"the gradient of {name} has dtype {grad.dtype}: fused8 takes float32, bfloat16 and float16")
+
+
+def _changed_options(number: int, before: tuple, now: tuple) -> str:
+    changes = [
+        f"{name} from {old!r} to {new!r}"
+        for name, old, new in zip(FROZEN_OPTIONS, before, now, strict=True)
+        if old != new
+    ]
+    return f"param group {number} has state and cannot change {', '.join(changes)}: make a new optimizer instead"
+
+
+def _check_options(group: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError or TypeError for an option that is out of range."""
+
+    def require(good: bool, name: str, what: str) -> None:
+        if not good:
+            raise ValueError(f"{where}: {name} must be {what}, got {group[name]!r}")
+
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        require(lr.numel() == 1, "lr", "a float or a tensor of one element")
+        if lr.device.type != "cpu":
+            require(group["capturable"], "lr", "a float or a CPU tensor unless capturable=True")
+    else:
+        require(_is_number(lr) and 0 <= lr < math.inf, "lr", "a finite number >= 0")
+    betas = group["betas"]
+    require(isinstance(betas, (tuple, list)) and len(betas) == 2, "betas", "two numbers")
+    require(all(_is_number(beta) and 0 <= beta < 1 for beta in betas), "betas", "two numbers in [0, 1)")
+    require(_is_number(group["eps"]) and 0 <= group["eps"] < math.inf, "eps", "a finite number >= 0")
+    require(
+        _is_number(group["weight_decay"]) and 0 <= group["weight_decay"] < math.inf,
+        "weight_decay",
+        "a finite number >= 0",
+    )
+    for name in ("amsgrad", "maximize", "decoupled_weight_decay", "capturable"):
+        require(isinstance(group[name], bool), name, "True or False")
+    require(group["codec"] in CODECS, "codec", f"one of {', '.join(CODECS)}")
+    require(group["block_size"] in state_of.BLOCK_SIZES, "block_size", f"one of {state_of.BLOCK_SIZES}")
+    min_8bit_size = group["min_8bit_size"]
+    require(isinstance(min_8bit_size, int) and min_8bit_size >= 0, "min_8bit_size", "an integer >= 0")
+    require(group["state_bits"] in (8, 32), "state_bits", "8 or 32")
+    require(group["backend"] in (None, *backends.BACKENDS), "backend", f"None or one of {', '.join(backends.BACKENDS)}")
+
+
+def _is_number(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and x.device.type == "cpu"
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _hyperparameters(group: Mapping[str, Any], number: int) -> Hyperparameters:
+    lr = group["lr"]
+    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
+        lr = float(lr)
+        if not 0 <= lr < math.inf:
+            raise ValueError(f"param group {number}: lr must be a finite number >= 0, got {lr!r}")
+    beta1, beta2 = group["betas"]
+    return Hyperparameters(
+        lr,
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        group["decoupled_weight_decay"],
+    )
+
+
+class _Box:
+    """Carries a tensor through torch's load_state_dict, which would cast it."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _unbox(optimizer: torch.optim.Optimizer) -> None:
+    for own in optimizer.state.values():
+        for name, value in own.items():
+            if isinstance(value, _Box):
+                own[name] = value.tensor
+
+
+def _checked_and_boxed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Check a state dict against the optimizer; a copy of it, each state tensor copied to its device and boxed."""
+    for name in ("state", "param_groups"):
+        if name not in state_dict:
+            raise ValueError(f"this is no optimizer state: it has no {name!r}")
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    if len(groups) != len(saved_groups):
+        raise ValueError(f"the saved state has {len(saved_groups)} param groups, the optimizer {len(groups)}")
+    result = state_dict | {"state": dict(state_dict["state"]), "param_groups": []}
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if len(group["params"]) != len(saved["params"]):
+            raise ValueError(
+                f"param group {number} has {len(saved['params'])} parameters in the saved state and "
+                f"{len(group['params'])} in the optimizer"
+            )
+        merged = optimizer.defaults | saved | {name: group[name] for name in OWN_OPTIONS}
+        _check_options(merged, f"param group {number} of the saved state")
+        if merged["state_format"] != state_of.STATE_FORMAT:
+            raise ValueError(f"the saved state has format {merged['state_format']}, which this version cannot read")
+        result["param_groups"].append(merged)
+        for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
+            own = state_dict["state"].get(key)
+            if own:
+                name = _name(group, number, i)
+                result["state"][key] = _checked_state(own, p, merged, saved, name)
+    return result
+
+
+def _checked_state(
+    own: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], name: str
+) -> dict[str, _Box]:
+    if state_of.codec_of(p.shape, group) in CODECS:
+        for option in ("codec", "block_size"):
+            if saved.get(option, group[option]) != group[option]:
+                raise ValueError(
+                    f"the saved state of {name} has {option} {saved[option]!r}, the optimizer {group[option]!r}: make "
+                    f"the optimizer with {option}={saved[option]!r}. Nothing was loaded"
+                )
+    message = state_of.structural_error(own, p.shape, group) or state_of.value_error(own, p.shape, group)
+    if message:
+        raise ValueError(f"the saved state of {name} {message}. Nothing was loaded")
+    boxes = {}
+    for tensor_name, value in own.items():
+        if tensor_name == "step":
+            tensor = torch.as_tensor(value, dtype=torch.float32).reshape(())
+            device = p.device if group["capturable"] else torch.device("cpu")
+        else:
+            tensor, device = value, p.device
+        boxes[tensor_name] = _Box(tensor.detach().to(device, copy=True).contiguous())
+    return boxes

@@ -1,0 +1,139 @@
+"""The state of one parameter: which tensors, of what shape and dtype; allocation and validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .codecs import ABS_MAX_GRAD, CODECS, FP32, Encoded
+
+STATE_FORMAT = 1  # what a saved group's `state_format` says; raised when the meaning of the tensors changes
+BLOCK_SIZES = (64, 128, 256)
+MIN_8BIT_VECTOR = 1 << 20  # a 1-D parameter below this stays in 32 bits: biases and norms, cheap and sensitive
+MIN_8BIT_ROW = 8  # rows of fewer elements would pay more for their scales than they save
+MAX_STEP = 1 << 24  # a float32 step counter cannot count beyond
+
+
+class TensorSpec(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fill: int = 0
+
+
+def rows_and_inner(shape: Sequence[int]) -> tuple[int, int]:
+    """How blocks see a parameter: dim 0 by the product of the rest; a 1-D parameter is one row."""
+    if len(shape) >= 2:
+        return shape[0], math.prod(shape[1:])
+    return 1, math.prod(shape)
+
+
+def kept_in_8bit(shape: Sequence[int], *, min_8bit_size: int, state_bits: int) -> bool:
+    """Whether a parameter of this (global) shape gets 8-bit state."""
+    numel = math.prod(shape)
+    if state_bits == 32 or len(shape) == 0 or numel == 0 or numel < min_8bit_size:
+        return False
+    if len(shape) == 1:
+        return numel >= MIN_8BIT_VECTOR
+    return rows_and_inner(shape)[1] >= MIN_8BIT_ROW
+
+
+def codec_of(shape: Sequence[int], group: Mapping[str, Any]) -> str:
+    """The codec that a parameter of this shape gets in this param group; `fp32` where it stays in 32 bits."""
+    in_8bit = kept_in_8bit(shape, min_8bit_size=group["min_8bit_size"], state_bits=group["state_bits"])
+    return group["codec"] if in_8bit else FP32
+
+
+def state_specs(shape: Sequence[int], group: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """Name -> dtype, shape and initial value of each state tensor of a parameter, `step` included."""
+    shape = tuple(shape)
+    specs = {"step": TensorSpec(torch.float32, ())}
+    codec_name = codec_of(shape, group)
+    if codec_name == FP32:
+        names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+        return specs | {name: TensorSpec(torch.float32, shape) for name in names}
+    codec = CODECS[codec_name]
+    rows, inner = rows_and_inner(shape)
+    scale_shape = (rows, -(-inner // group["block_size"]))
+    sources = {"exp_avg": 0, "exp_avg_sq": 1} | ({"max_exp_avg_sq": 1} if group["amsgrad"] else {})
+    for name, i in sources.items():
+        specs[name] = TensorSpec(codec.code_dtypes[i], shape, codec.zero_codes[i])
+        specs[f"{name}_scale"] = TensorSpec(codec.scale_dtypes[i], scale_shape)
+    return specs
+
+
+def allocate(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The zero state of a parameter: on its device, except `step`, which the step plan places."""
+    return {
+        name: torch.full(
+            spec.shape, spec.fill, dtype=spec.dtype, device="cpu" if name == "step" else p.device
+        )
+        for name, spec in state_specs(p.shape, group).items()
+    }
+
+
+def structural_error(state: Mapping[str, Any], shape: Sequence[int], group: Mapping[str, Any]) -> str | None:
+    """How names, dtypes or shapes of a state differ from what the parameter needs, or None. Reads no data."""
+    specs = state_specs(shape, group)
+    if missing := specs.keys() - state.keys():
+        return f"lacks {', '.join(sorted(missing))}"
+    if unknown := state.keys() - specs.keys():
+        return f"has unknown entries {', '.join(sorted(map(str, unknown)))}"
+    for name, spec in specs.items():
+        value = state[name]
+        if name == "step" and not isinstance(value, Tensor):
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                continue  # older and foreign files keep a Python number
+            return f"has a step of type {type(value).__name__}"
+        if not isinstance(value, Tensor):
+            return f"has {name} of type {type(value).__name__} instead of a tensor"
+        if name == "step":
+            if value.numel() != 1:
+                return f"has a step of shape {tuple(value.shape)} instead of a scalar"
+        elif value.dtype != spec.dtype:
+            return f"has {name} of dtype {value.dtype}, expected {spec.dtype}"
+        elif tuple(value.shape) != spec.shape:
+            return f"has {name} of shape {tuple(value.shape)}, expected {spec.shape}"
+    return None
+
+
+def value_error(state: Mapping[str, Any], shape: Sequence[int], group: Mapping[str, Any]) -> str | None:
+    """What in the values of a structurally valid state could not have come from an optimizer, or None."""
+    step = float(state["step"])
+    if not (0 <= step <= MAX_STEP and step == int(step)):
+        return f"has step {step:g}, expected a whole number from 0 to 2^24"
+    codec_name = codec_of(shape, group)
+    if codec_name == FP32:
+        limits = {"exp_avg": ABS_MAX_GRAD, "exp_avg_sq": ABS_MAX_GRAD**2, "max_exp_avg_sq": ABS_MAX_GRAD**2}
+        for name in state.keys() & limits.keys():
+            x = state[name]
+            lowest = -limits[name] if name == "exp_avg" else 0.0
+            if x.numel() and not bool(((x >= lowest) & (x <= limits[name])).all()):
+                return f"has values in {name} outside [{lowest:g}, {limits[name]:g}]"
+        return None
+    for name in ("exp_avg_sq", "max_exp_avg_sq"):
+        if name not in state:
+            continue
+        blocks = _blocks_of(state, name, group["block_size"])
+        if message := CODECS[codec_name].check(blocks):
+            return message.replace("exp_avg_sq_scale", f"{name}_scale")
+    return None
+
+
+def _blocks_of(state: Mapping[str, Tensor], sq_name: str, block_size: int) -> Encoded:
+    """The state as blocks [blocks, block_size] without copying it where rows divide evenly."""
+
+    def blocks(codes: Tensor) -> Tensor:
+        rows, inner = rows_and_inner(codes.shape)
+        codes = codes.reshape(rows, inner)
+        return torch.nn.functional.pad(codes, (0, -inner % block_size)).view(-1, block_size)
+
+    return Encoded(
+        blocks(state["exp_avg"]),
+        blocks(state[sq_name]),
+        state["exp_avg_scale"].reshape(-1, 1),
+        state[f"{sq_name}_scale"].reshape(-1, 1),
+    )

@@ -1,0 +1,274 @@
+"""Plan a step: which tensors share a launch, and the scalars that the launch reads. Knows no kernel.
+
+A plan is built once and used while nothing changes: the parameters that have gradients, the dtypes, the state tensors.
+Tensors that can share a launch form a bucket. Hyperparameters and step counts never split one: they stand in a table
+with one row of scalars per distinct (param group, step), and each tensor names its row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .codecs import time_offset
+from .state import rows_and_inner
+
+SMALLEST_EPS = 2.0**-64  # eps is raised to it, so that 0 / 0 cannot occur
+
+# One FP32 row of scalars per distinct (param group, step). Every kernel reads the same columns. `time_offset` holds the
+# 32 bits of an integer, not a float value.
+SCALAR_COLUMNS = (
+    "beta1",
+    "one_minus_beta1",
+    "beta2",
+    "one_minus_beta2",
+    "eps",
+    "step_size",
+    "inv_bias_correction2_sqrt",
+    "decay",
+    "weight_decay",
+    "time_offset",
+)
+SCALAR_WIDTH = 16  # columns per row, the rest zero: 64 bytes, one cache line
+TIME_OFFSET_COLUMN = SCALAR_COLUMNS.index("time_offset")
+
+# One int64 row per tensor: its row of scalars, and where its elements lie in the global parameter.
+TABLE_COLUMNS = ("scalar_row", "row0", "col0", "global_inner")
+
+
+class Hyperparameters(NamedTuple):
+    """The numbers of a param group, in double precision. `lr` may be a 0-dim tensor on the device path."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled_weight_decay: bool
+
+
+def scalar_row(h: Hyperparameters, step: int) -> list[float]:
+    """The scalars of one (group, step) in float64; `step` is 1 at the first step. The last column is an integer."""
+    lr = float(h.lr)
+    return [
+        h.beta1,
+        1 - h.beta1,
+        h.beta2,
+        1 - h.beta2,
+        max(h.eps, SMALLEST_EPS),
+        lr / (1 - h.beta1**step),
+        1 / math.sqrt(1 - h.beta2**step),
+        1 - lr * h.weight_decay if h.decoupled_weight_decay else 1.0,
+        0.0 if h.decoupled_weight_decay else h.weight_decay,
+        time_offset(step),
+    ]
+
+
+def scalar_table(rows: Sequence[list[float]]) -> Tensor:
+    """Rows of `scalar_row` -> float32 [rows, SCALAR_WIDTH], each scalar rounded once."""
+    table = torch.zeros(len(rows), SCALAR_WIDTH, dtype=torch.float32)
+    values = torch.tensor(rows, dtype=torch.float64)
+    table[:, : len(SCALAR_COLUMNS)] = values
+    table.view(torch.int32)[:, TIME_OFFSET_COLUMN] = values[:, TIME_OFFSET_COLUMN].to(torch.int64).to(torch.int32)
+    return table
+
+
+def fill_scalar_table(table: Tensor, h: Hyperparameters, step: Tensor) -> None:
+    """Write the scalars of tensors of one group into `table` [n, SCALAR_WIDTH] without leaving the device.
+
+    `step` (float32, [n]) counts from 1. Same formulas as `scalar_row`, in float64; a device's own pow may differ in
+    the last bit of a double, which the rounding to FP32 nearly always hides.
+    """
+    steps = step.double()
+    bias_correction1 = 1 - torch.pow(h.beta1, steps)
+    bias_correction2 = 1 - torch.pow(h.beta2, steps)
+    lr = h.lr.double() if isinstance(h.lr, Tensor) else torch.full_like(steps, h.lr)
+    columns = {
+        "beta1": h.beta1,
+        "one_minus_beta1": 1 - h.beta1,
+        "beta2": h.beta2,
+        "one_minus_beta2": 1 - h.beta2,
+        "eps": max(h.eps, SMALLEST_EPS),
+        "step_size": lr / bias_correction1,
+        "inv_bias_correction2_sqrt": torch.ones_like(steps) / bias_correction2.sqrt(),
+        "decay": 1 - lr * h.weight_decay if h.decoupled_weight_decay else 1.0,
+        "weight_decay": 0.0 if h.decoupled_weight_decay else h.weight_decay,
+    }
+    for name, value in columns.items():
+        column = table[:, SCALAR_COLUMNS.index(name)]
+        column.copy_(value) if isinstance(value, Tensor) else column.fill_(value)
+    offsets = (step.to(torch.int64) * time_offset(1)) & 0xFFFFFFFF
+    table.view(torch.int32)[:, TIME_OFFSET_COLUMN] = offsets.to(torch.int32)
+
+
+class BucketKey(NamedTuple):
+    """What tensors must have in common to be stepped by one launch."""
+
+    backend: str | None
+    device: torch.device
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    codec: str
+    block_size: int
+    decoupled_weight_decay: bool
+    maximize: bool
+    amsgrad: bool
+    steps_on_device: bool
+    solo: int | None
+    """The position of a tensor that needs a contiguous temporary, and so goes alone; otherwise None."""
+
+
+class Entry:
+    """One parameter that takes part in the step, with all that the plan relies on."""
+
+    __slots__ = ("contiguous", "grad_dtype", "group", "p", "shape", "state", "tensors")
+
+    def __init__(self, p: Tensor, grad: Tensor, group: int, state: dict[str, Any]) -> None:
+        self.p = p
+        self.group = group
+        self.shape = p.shape
+        self.grad_dtype = grad.dtype
+        self.contiguous = p.is_contiguous() and grad.is_contiguous()
+        self.state = state
+        self.tensors = tuple(state.items())
+
+    def holds(self, p: Tensor, grad: Tensor, group: int, state: dict[str, Any] | None) -> bool:
+        """Whether nothing that the plan relies on has changed. State tensors may be replaced by anyone."""
+        if (
+            self.p is not p
+            or self.group != group
+            or self.grad_dtype is not grad.dtype
+            or self.contiguous is not (p.is_contiguous() and grad.is_contiguous())
+            or grad.is_sparse
+            or self.shape != p.shape
+            or state is None
+            or len(state) != len(self.tensors)
+        ):
+            return False
+        return all(state.get(name) is tensor for name, tensor in self.tensors)
+
+
+class StepCounters:
+    """The step counters of some entries in one tensor [n], of which each entry's `step` is a 0-dim view.
+
+    `on_device` counters are never read: their scalars are computed where they are, one row per entry. The others are
+    on the CPU and share a row per (group, step).
+    """
+
+    def __init__(self, entries: list[Entry], device: torch.device, on_device: bool) -> None:
+        self.on_device = on_device
+        self.groups = [entry.group for entry in entries]
+        steps = [entry.state["step"] for entry in entries]
+        self.packed = torch.stack([step.detach().to(device) for step in steps])
+        self.views = list(self.packed.unbind())
+
+    def scalars(self, hyperparameters: Sequence[Hyperparameters]) -> tuple[Tensor, list[int]]:
+        """The scalar table of the next step, and the row of each entry in it."""
+        if not self.on_device:
+            rows: dict[tuple[int, int], int] = {}
+            keys = zip(self.groups, self.packed.tolist(), strict=True)
+            row_of_entry = [rows.setdefault((group, int(step) + 1), len(rows)) for group, step in keys]
+            return scalar_table([scalar_row(hyperparameters[g], step) for g, step in rows]), row_of_entry
+        table = torch.zeros(len(self.groups), SCALAR_WIDTH, dtype=torch.float32, device=self.packed.device)
+        next_steps = self.packed + 1
+        start = 0
+        for end in range(1, len(self.groups) + 1):  # entries come group by group
+            if end == len(self.groups) or self.groups[end] != self.groups[start]:
+                fill_scalar_table(table[start:end], hyperparameters[self.groups[start]], next_steps[start:end])
+                start = end
+        return table, list(range(len(self.groups)))
+
+    def advance(self, found_inf: Tensor | None) -> None:
+        if found_inf is None:
+            self.packed.add_(1)
+        else:
+            self.packed.add_(found_inf.to(self.packed.device).reshape(()) == 0)
+
+    def largest(self) -> float:
+        """The largest count, where it can be known without waiting for a device; otherwise 0."""
+        return 0.0 if self.packed.device.type != "cpu" else float(self.packed.max())
+
+
+class Bucket:
+    """Tensors that one launch serves."""
+
+    STATE_NAMES = (
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_avg_scale",
+        "exp_avg_sq_scale",
+        "max_exp_avg_sq",
+        "max_exp_avg_sq_scale",
+    )
+
+    def __init__(self, key: BucketKey, positions: list[int], entries: list[Entry]) -> None:
+        self.key = key
+        self.positions = positions
+        self.entries = [entries[i] for i in positions]
+        self.params = [entry.p for entry in self.entries]
+        self.states = [
+            [entry.state[name] for entry in self.entries] if name in self.entries[0].state else []
+            for name in self.STATE_NAMES
+        ]
+        self._rows: list[int] = []
+        self._table = torch.empty(0, len(TABLE_COLUMNS), dtype=torch.int64)
+
+    def grads(self) -> list[Tensor]:
+        return [p.grad for p in self.params]  # type: ignore[misc]
+
+    def table(self, row_of_entry: Mapping[int, int]) -> Tensor:
+        """The int64 table [tensors, TABLE_COLUMNS], on the CPU; the same object while the rows stay the same."""
+        rows = [row_of_entry[i] for i in self.positions]
+        if rows != self._rows:
+            self._rows = rows
+            # A parameter that is not sharded begins at element 0 of itself, and its rows are the global rows.
+            layout = [[row, 0, 0, rows_and_inner(p.shape)[1]] for row, p in zip(rows, self.params, strict=True)]
+            self._table = torch.tensor(layout, dtype=torch.int64)
+        return self._table
+
+
+class StepPlan:
+    """All of one step: the entries, their buckets and their step counters.
+
+    `keys` has one BucketKey per entry. Building a plan moves the step counters of the entries into packed tensors and
+    puts the views of those into the entries' states; the values stay.
+    """
+
+    def __init__(self, entries: list[Entry], keys: list[BucketKey]) -> None:
+        self.entries = entries
+        self.counters: dict[tuple[torch.device, bool], StepCounters] = {}
+        self._counters_of: list[tuple[torch.device, bool]] = [
+            (key.device if key.steps_on_device else torch.device("cpu"), key.steps_on_device) for key in keys
+        ]
+        self._slot: list[int] = [0] * len(entries)
+        for where, positions in _positions(self._counters_of).items():
+            counters = StepCounters([entries[i] for i in positions], *where)
+            self.counters[where] = counters
+            for slot, (i, view) in enumerate(zip(positions, counters.views, strict=True)):
+                entries[i].state["step"] = view
+                entries[i].tensors = tuple(entries[i].state.items())
+                self._slot[i] = slot
+        self.buckets = [Bucket(key, positions, entries) for key, positions in _positions(keys).items()]
+
+    def scalars(self, hyperparameters: Sequence[Hyperparameters]) -> list[tuple[Bucket, Tensor, Tensor]]:
+        """Each bucket with its scalar table and its tensor table."""
+        tables = {where: counters.scalars(hyperparameters) for where, counters in self.counters.items()}
+        result = []
+        for bucket in self.buckets:
+            where = self._counters_of[bucket.positions[0]]
+            scalars, rows = tables[where]
+            row_of_entry = {i: rows[self._slot[i]] for i in bucket.positions}
+            result.append((bucket, scalars, bucket.table(row_of_entry)))
+        return result
+
+
+def _positions(keys: Sequence[Any]) -> dict[Any, list[int]]:
+    """Positions of each distinct key, in order of first appearance."""
+    positions: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        positions.setdefault(key, []).append(i)
+    return positions

@@ -1,0 +1,1 @@
+"""Triton kernels of fused8 (installed as fused8.triton_kernels)."""
