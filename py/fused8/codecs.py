@@ -319,6 +319,13 @@ class E4M3(_AbsmaxCodec):
         codes = torch.where(z < 2.0**-6, torch.round(z * 512.0).to(torch.int32), normal)
         return codes | torch.where(torch.signbit(y), 128, 0) if signed else codes
 
+    def check(self, encoded: Encoded) -> str | None:
+        if bool(((encoded.exp_avg & 0x7F) == 0x7F).any()):
+            return "exp_avg holds the code of NaN"
+        if bool((encoded.exp_avg_sq >= 0x7F).any()):
+            return "exp_avg_sq holds codes of negative values or NaN"
+        return super().check(encoded)
+
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Adaptive(), Dynamic(), E4M3())}
 FP32 = "fp32"  # the name, wherever a codec is named, of state that stays in 32 bits
