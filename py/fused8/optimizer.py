@@ -219,7 +219,7 @@ class Adam8bit(torch.optim.Optimizer):
         plan = self._current_plan(count_on_device=found_inf is not None)
         for bucket, scalars, table in plan.scalars(hyperparameters):
             self._run(bucket, scalars, table, grad_scale, found_inf)
-        for counters in plan.counters.values():
+        for counters in plan.counters:
             counters.advance(found_inf)
 
     def _run(
@@ -268,7 +268,7 @@ class Adam8bit(torch.optim.Optimizer):
         if plan is None or options != self._plan_options or not self._plan_holds(plan, count_on_device):
             plan = self._build_plan(count_on_device)
             self._plan, self._plan_options = plan, options
-        for counters in plan.counters.values():
+        for counters in plan.counters:
             if counters.largest() >= state_of.MAX_STEP:
                 raise RuntimeError(_STEP_LIMIT)
         return plan

@@ -8,7 +8,7 @@ with one row of scalars per distinct (param group, step), and each tensor names 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +70,10 @@ def scalar_row(h: Hyperparameters, step: int) -> list[float]:
 
 def scalar_table(rows: Sequence[list[float]]) -> Tensor:
     """Rows of `scalar_row` -> float32 [rows, SCALAR_WIDTH], each scalar rounded once."""
-    table = torch.zeros(len(rows), SCALAR_WIDTH, dtype=torch.float32)
-    values = torch.tensor(rows, dtype=torch.float64)
-    table[:, : len(SCALAR_COLUMNS)] = values
-    table.view(torch.int32)[:, TIME_OFFSET_COLUMN] = values[:, TIME_OFFSET_COLUMN].to(torch.int64).to(torch.int32)
+    padding = [0.0] * (SCALAR_WIDTH - len(SCALAR_COLUMNS))
+    values = torch.tensor([row + padding for row in rows], dtype=torch.float64)
+    table = values.float()
+    table.view(torch.int32)[:, TIME_OFFSET_COLUMN] = values[:, TIME_OFFSET_COLUMN].to(torch.int64)
     return table
 
 
@@ -125,7 +125,7 @@ class BucketKey(NamedTuple):
 class Entry:
     """One parameter that takes part in the step, with all that the plan relies on."""
 
-    __slots__ = ("contiguous", "grad_dtype", "group", "p", "shape", "state", "tensors")
+    __slots__ = ("contiguous", "grad_dtype", "group", "p", "shape", "state", "tensor_ids", "tensors")
 
     def __init__(self, p: Tensor, grad: Tensor, group: int, state: dict[str, Any]) -> None:
         self.p = p
@@ -134,22 +134,23 @@ class Entry:
         self.grad_dtype = grad.dtype
         self.contiguous = p.is_contiguous() and grad.is_contiguous()
         self.state = state
-        self.tensors = tuple(state.items())
+
+    def rely_on_state(self) -> None:
+        self.tensors = list(self.state.values())  # kept alive, so that their ids stay theirs
+        self.tensor_ids = [id(tensor) for tensor in self.tensors]
 
     def holds(self, p: Tensor, grad: Tensor, group: int, state: dict[str, Any] | None) -> bool:
         """Whether nothing that the plan relies on has changed. State tensors may be replaced by anyone."""
-        if (
-            self.p is not p
-            or self.group != group
-            or self.grad_dtype is not grad.dtype
-            or self.contiguous is not (p.is_contiguous() and grad.is_contiguous())
-            or grad.is_sparse
-            or self.shape != p.shape
-            or state is None
-            or len(state) != len(self.tensors)
-        ):
-            return False
-        return all(state.get(name) is tensor for name, tensor in self.tensors)
+        return (
+            self.p is p
+            and self.group == group
+            and state is not None
+            and [*map(id, state.values())] == self.tensor_ids
+            and self.grad_dtype is grad.dtype
+            and not grad.is_sparse
+            and self.contiguous is (p.is_contiguous() and grad.is_contiguous())
+            and self.shape == p.shape
+        )
 
 
 class StepCounters:
@@ -162,25 +163,41 @@ class StepCounters:
     def __init__(self, entries: list[Entry], device: torch.device, on_device: bool) -> None:
         self.on_device = on_device
         self.groups = [entry.group for entry in entries]
-        steps = [entry.state["step"] for entry in entries]
-        self.packed = torch.stack([step.detach().to(device) for step in steps])
-        self.views = list(self.packed.unbind())
+        self.packed = torch.stack([entry.state["step"].detach().to(device) for entry in entries])
+        for entry, view in zip(entries, self.packed.unbind(), strict=True):
+            entry.state["step"] = view
+        self._distinct_groups = list(dict.fromkeys(self.groups))
+        if on_device:
+            self._rows_if_uniform = list(range(len(entries)))
+        else:
+            self._rows_if_uniform = [self._distinct_groups.index(group) for group in self.groups]
 
     def scalars(self, hyperparameters: Sequence[Hyperparameters]) -> tuple[Tensor, list[int]]:
-        """The scalar table of the next step, and the row of each entry in it."""
-        if not self.on_device:
+        """The scalar table of the next step, and the row of each entry in it (the same list while it can be)."""
+        if self.on_device:
+            return self._scalars_on_device(hyperparameters), self._rows_if_uniform
+        steps = self.packed.tolist()
+        if len(set(steps)) == 1:
+            keys = [(group, int(steps[0]) + 1) for group in self._distinct_groups]
+            rows_of_entries = self._rows_if_uniform
+        else:
             rows: dict[tuple[int, int], int] = {}
-            keys = zip(self.groups, self.packed.tolist(), strict=True)
-            row_of_entry = [rows.setdefault((group, int(step) + 1), len(rows)) for group, step in keys]
-            return scalar_table([scalar_row(hyperparameters[g], step) for g, step in rows]), row_of_entry
+            rows_of_entries = [
+                rows.setdefault((group, int(step) + 1), len(rows))
+                for group, step in zip(self.groups, steps, strict=True)
+            ]
+            keys = list(rows)
+        return scalar_table([scalar_row(hyperparameters[group], step) for group, step in keys]), rows_of_entries
+
+    def _scalars_on_device(self, hyperparameters: Sequence[Hyperparameters]) -> Tensor:
         table = torch.zeros(len(self.groups), SCALAR_WIDTH, dtype=torch.float32, device=self.packed.device)
         next_steps = self.packed + 1
         start = 0
-        for end in range(1, len(self.groups) + 1):  # entries come group by group
-            if end == len(self.groups) or self.groups[end] != self.groups[start]:
-                fill_scalar_table(table[start:end], hyperparameters[self.groups[start]], next_steps[start:end])
-                start = end
-        return table, list(range(len(self.groups)))
+        for group in self._distinct_groups:  # entries come group by group
+            end = start + self.groups.count(group)
+            fill_scalar_table(table[start:end], hyperparameters[group], next_steps[start:end])
+            start = end
+        return table
 
     def advance(self, found_inf: Tensor | None) -> None:
         if found_inf is None:
@@ -205,64 +222,68 @@ class Bucket:
         "max_exp_avg_sq_scale",
     )
 
-    def __init__(self, key: BucketKey, positions: list[int], entries: list[Entry]) -> None:
+    def __init__(self, key: BucketKey, entries: list[Entry], counters: StepCounters, slots: list[int]) -> None:
         self.key = key
-        self.positions = positions
-        self.entries = [entries[i] for i in positions]
-        self.params = [entry.p for entry in self.entries]
+        self.counters = counters
+        self.slots = slots  # positions of the entries among the counters
+        self.params = [entry.p for entry in entries]
         self.states = [
-            [entry.state[name] for entry in self.entries] if name in self.entries[0].state else []
-            for name in self.STATE_NAMES
+            [entry.state[name] for entry in entries] if name in entries[0].state else [] for name in self.STATE_NAMES
         ]
-        self._rows: list[int] = []
-        self._table = torch.empty(0, len(TABLE_COLUMNS), dtype=torch.int64)
+        # A parameter that is not sharded begins at element 0 of itself, and its rows are the global rows.
+        self._layout = [[0, 0, rows_and_inner(p.shape)[1]] for p in self.params]
+        self._rows_of_entries: list[int] | None = None
+        self._table = torch.empty(0)
 
     def grads(self) -> list[Tensor]:
         return [p.grad for p in self.params]  # type: ignore[misc]
 
-    def table(self, row_of_entry: Mapping[int, int]) -> Tensor:
+    def table(self, rows_of_entries: list[int]) -> Tensor:
         """The int64 table [tensors, TABLE_COLUMNS], on the CPU; the same object while the rows stay the same."""
-        rows = [row_of_entry[i] for i in self.positions]
-        if rows != self._rows:
-            self._rows = rows
-            # A parameter that is not sharded begins at element 0 of itself, and its rows are the global rows.
-            layout = [[row, 0, 0, rows_and_inner(p.shape)[1]] for row, p in zip(rows, self.params, strict=True)]
-            self._table = torch.tensor(layout, dtype=torch.int64)
+        if rows_of_entries is not self._rows_of_entries:
+            self._rows_of_entries = rows_of_entries
+            rows = [rows_of_entries[slot] for slot in self.slots]
+            table = torch.tensor([[row, *rest] for row, rest in zip(rows, self._layout, strict=True)])
+            if not torch.equal(table, self._table):
+                self._table = table
         return self._table
 
 
 class StepPlan:
-    """All of one step: the entries, their buckets and their step counters.
+    """All of one step: the entries, their step counters and their buckets.
 
-    `keys` has one BucketKey per entry. Building a plan moves the step counters of the entries into packed tensors and
-    puts the views of those into the entries' states; the values stay.
+    `keys` has one BucketKey per entry. Building a plan packs the step counters of the entries, whose states then hold
+    views of the packed tensor; the values stay.
     """
 
     def __init__(self, entries: list[Entry], keys: list[BucketKey]) -> None:
         self.entries = entries
-        self.counters: dict[tuple[torch.device, bool], StepCounters] = {}
-        self._counters_of: list[tuple[torch.device, bool]] = [
-            (key.device if key.steps_on_device else torch.device("cpu"), key.steps_on_device) for key in keys
+        places = [(key.device if key.steps_on_device else torch.device("cpu"), key.steps_on_device) for key in keys]
+        self.counters: list[StepCounters] = []
+        counters_of: dict[int, tuple[StepCounters, int]] = {}
+        for (device, on_device), positions in _positions(places).items():
+            counters = StepCounters([entries[i] for i in positions], device, on_device)
+            self.counters.append(counters)
+            counters_of.update({i: (counters, slot) for slot, i in enumerate(positions)})
+        for entry in entries:
+            entry.rely_on_state()
+        self.buckets = [
+            Bucket(
+                key,
+                [entries[i] for i in positions],
+                counters_of[positions[0]][0],
+                [counters_of[i][1] for i in positions],
+            )
+            for key, positions in _positions(keys).items()
         ]
-        self._slot: list[int] = [0] * len(entries)
-        for where, positions in _positions(self._counters_of).items():
-            counters = StepCounters([entries[i] for i in positions], *where)
-            self.counters[where] = counters
-            for slot, (i, view) in enumerate(zip(positions, counters.views, strict=True)):
-                entries[i].state["step"] = view
-                entries[i].tensors = tuple(entries[i].state.items())
-                self._slot[i] = slot
-        self.buckets = [Bucket(key, positions, entries) for key, positions in _positions(keys).items()]
 
     def scalars(self, hyperparameters: Sequence[Hyperparameters]) -> list[tuple[Bucket, Tensor, Tensor]]:
         """Each bucket with its scalar table and its tensor table."""
-        tables = {where: counters.scalars(hyperparameters) for where, counters in self.counters.items()}
+        tables = {id(counters): counters.scalars(hyperparameters) for counters in self.counters}
         result = []
         for bucket in self.buckets:
-            where = self._counters_of[bucket.positions[0]]
-            scalars, rows = tables[where]
-            row_of_entry = {i: rows[self._slot[i]] for i in bucket.positions}
-            result.append((bucket, scalars, bucket.table(row_of_entry)))
+            scalars, rows_of_entries = tables[id(bucket.counters)]
+            result.append((bucket, scalars, bucket.table(rows_of_entries)))
         return result
 
 
