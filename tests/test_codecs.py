@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fused8.codecs import ABS_MAX_GRAD, CODECS, Dynamic, Encoded, time_offset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from fused8.codecs import ABS_MAX_GRAD, CODECS, Dynamic, Encoded, time_offset
 
 from .support import CODECS as CODEC_NAMES
 
@@ -135,7 +134,15 @@ def test_adaptive_dither_is_unbiased_and_moves_v_in_small_steps(spread):
 
 
 def test_adaptive_chooses_the_finest_mantissa_that_fits():
-    for spread, k in ((1.0, 6), (10.0, 6), (2.0**6, 5), (2.0**14, 4), (2.0**30, 3), (2.0**60, 2), (2.0**120, 2)):
+    for spread, k in (
+        (1.0, 6),
+        (10.0, 6),
+        (2.0**6, 5),
+        (2.0**14, 4),
+        (2.0**30, 3),
+        (2.0**60, 2),
+        (2.0**120, 2),
+    ):
         meta = ADAPTIVE.encode_sq(sq_block([1.0, 1.0 / spread]))[1]
         assert int(meta) & 7 == k, spread
 
@@ -174,7 +181,10 @@ floats = st.floats(0, 2.0**126, width=32, allow_subnormal=True)
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.floats(-(2.0**63), 2.0**63, width=32), floats), min_size=1, max_size=40), st.integers(1, 2**24))
+@given(
+    st.lists(st.tuples(st.floats(-(2.0**63), 2.0**63, width=32), floats), min_size=1, max_size=40),
+    st.integers(1, 2**24),
+)
 def test_any_moments_survive(name, moments, step):
     """From any |m| <= 2^63 and 0 <= v <= 2^126: finite, zero stays zero, positive v stays positive, `check` agrees."""
     codec = CODECS[name]
@@ -191,7 +201,7 @@ def test_any_moments_survive(name, moments, step):
     sane = codec is not ADAPTIVE or bool((m.abs() <= 2.0**20 * v.sqrt()).all())
     if sane:
         assert codec.check(encoded) is None
-    sq_codes, sq_scale = codec.encode_sq(v)
+    sq_codes, _sq_scale = codec.encode_sq(v)
     assert bool((sq_codes[v > 0] > 0).all()) and bool((sq_codes[v == 0] == 0).all())
 
 

@@ -6,10 +6,9 @@ import logging
 import math
 import pickle
 
+import fused8
 import pytest
 import torch
-
-import fused8
 from fused8 import Adam8bit, AdamW8bit, backends
 from fused8.codecs import CODECS
 
@@ -96,7 +95,12 @@ def test_defaults_are_those_of_the_peers():
     p = [torch.nn.Parameter(torch.zeros(2))]
     assert Adam8bit(p).defaults["weight_decay"] == 0.0
     group = AdamW8bit(p).param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-3, (0.9, 0.999), 1e-8, 1e-2)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        1e-3,
+        (0.9, 0.999),
+        1e-8,
+        1e-2,
+    )
     assert group["decoupled_weight_decay"] and (group["codec"], group["block_size"]) == ("adaptive", 256)
 
 
@@ -436,7 +440,9 @@ def test_capturable_computes_the_same_scalars():
         assert_same_optimizers(a, b, "capturable")
 
 
-@pytest.mark.parametrize("option, value", [("codec", "dynamic"), ("block_size", 64), ("amsgrad", True), ("state_bits", 32)])
+@pytest.mark.parametrize(
+    "option, value", [("codec", "dynamic"), ("block_size", 64), ("amsgrad", True), ("state_bits", 32)]
+)
 def test_formats_cannot_change_once_state_exists(option, value):
     optimizer = stepped()
     optimizer.param_groups[0][option] = value
@@ -523,7 +529,11 @@ def test_deepcopy_and_pickle_go_on_alike_and_apart():
     buffer = io.BytesIO()
     torch.save(original, buffer)
     buffer.seek(0)
-    copies = [copy.deepcopy(original), pickle.loads(pickle.dumps(original)), torch.load(buffer, weights_only=False)]
+    copies = [
+        copy.deepcopy(original),
+        pickle.loads(pickle.dumps(original)),
+        torch.load(buffer, weights_only=False),
+    ]
     reference = copy.deepcopy(original)
     for optimizer in [original, *copies]:
         assert_same_optimizers(optimizer, reference, "before")

@@ -1,7 +1,6 @@
 """Every backend gives the bits of the reference: the promise that the rest is tested on."""
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -15,7 +14,14 @@ FLAGS = {
     "l2": dict(weight_decay=0.01, decoupled_weight_decay=False),
     "maximize": dict(weight_decay=0.01, maximize=True),
     "amsgrad": dict(amsgrad=True),
-    "all": dict(weight_decay=0.1, decoupled_weight_decay=False, maximize=True, amsgrad=True, betas=(0.8, 0.95), eps=0.0),
+    "all": dict(
+        weight_decay=0.1,
+        decoupled_weight_decay=False,
+        maximize=True,
+        amsgrad=True,
+        betas=(0.8, 0.95),
+        eps=0.0,
+    ),
 }
 
 

@@ -6,11 +6,10 @@ element by 3.28 learning rates in 6 steps.
 
 from collections.abc import Callable
 
+import fused8
 import pytest
 import torch
 from torch import Tensor
-
-import fused8
 
 STEPS = 6
 RATIOS = torch.logspace(-1, -6, 200)  # of the element's gradient to the largest of its block; one block for each
@@ -46,13 +45,11 @@ def test_what_fp32_adam_does(others):
     assert moved.min() > 3.22  # eps is a hundredth of a gradient of 1e-6
 
 
-# Dynamic is nearest to its limit when the others go on, and m and v are rounded at each step as their scales move: the
-# worst of many such runs is 5.1, of the one here 4.6. The code that a positive v is not allowed to take would make it
-# 10^4.
+# Dynamic comes nearest to its limit: its map is coarse where v is small. Here 4.4 is reached, and 5.1 where thousands
+# of other random gradients go on. Were a positive v allowed to take code 0, it would be 10^4.
 @pytest.mark.parametrize("others", OTHERS)
 @pytest.mark.parametrize("codec, limit", [("adaptive", 4.0), ("e4m3", 4.0), ("dynamic", 5.0)])
 def test_a_rare_gradient_moves_its_element_little(codec, limit, others):
     moved = total_movement(lambda params: fused8.Adam8bit(params, lr=1.0, codec=codec), others)
-    print(codec, others, moved.min(), moved.max())
     assert moved.min() > 0.98  # the first step
     assert moved.max() < limit

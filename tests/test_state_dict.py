@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-
 from fused8 import Adam8bit, AdamW8bit
 
 from .support import CODECS, assert_same_optimizers, make_parameters, parameters, set_gradients
@@ -86,7 +85,15 @@ def test_saved_hyperparameters_win_and_formats_stay():
 def test_missing_group_keys_take_defaults():
     a = advance(fresh(), 1, 2)
     state_dict = a.state_dict()
-    for name in ("maximize", "capturable", "state_format", "decoupled_weight_decay", "codec", "state_bits", "backend"):
+    for name in (
+        "maximize",
+        "capturable",
+        "state_format",
+        "decoupled_weight_decay",
+        "codec",
+        "state_bits",
+        "backend",
+    ):
         del state_dict["param_groups"][0][name]
     b = resumed(a, fresh(), state_dict)
     assert_same_optimizers(advance(a, 3, 5), advance(b, 3, 5), "resumed")
@@ -165,10 +172,16 @@ MISFITS = {
     "amsgrad without its state": (group(amsgrad=True), "lacks max_exp_avg_sq"),
     "no scale": (drop("exp_avg_scale"), "lacks exp_avg_scale"),
     "an unknown tensor": (lambda sd: sd["state"][0].update(extra=torch.zeros(1)), "unknown entries extra"),
-    "codes of another shape": (put("exp_avg", lambda t: t[:-1]), r"exp_avg of shape \(15, 256\), expected \(16, 256\)"),
+    "codes of another shape": (
+        put("exp_avg", lambda t: t[:-1]),
+        r"exp_avg of shape \(15, 256\), expected \(16, 256\)",
+    ),
     "codes as floats": (put("exp_avg", lambda t: t.float()), "exp_avg of dtype torch.float32"),
     "unsigned codes": (put("exp_avg", lambda t: t.view(torch.uint8)), "exp_avg of dtype torch.uint8"),
-    "scales of another shape": (put("exp_avg_sq_scale", lambda t: t.t()), r"exp_avg_sq_scale of shape \(1, 16\)"),
+    "scales of another shape": (
+        put("exp_avg_sq_scale", lambda t: t.t()),
+        r"exp_avg_sq_scale of shape \(1, 16\)",
+    ),
     "no tensor": (put("exp_avg_sq", lambda t: t.tolist()), "type list"),
     "a NaN scale": (put("exp_avg_scale", lambda t: t * float("nan")), "exp_avg_scale holds"),
     "impossible meta": (put("exp_avg_sq_scale", lambda t: t | 7), "exp_avg_sq_scale holds"),

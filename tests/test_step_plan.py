@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from fused8 import Adam8bit
 from fused8.state import codec_of, kept_in_8bit, rows_and_inner, state_specs
 from fused8.step_plan import TABLE_COLUMNS
@@ -22,7 +21,10 @@ def planned(groups, **options):
 
 def test_one_bucket_however_many_tensors_and_groups():
     params = make_parameters([(16, 256), (5, 300)] * 20)
-    groups = [{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "weight_decay": 0.5, "betas": (0.8, 0.9)}]
+    groups = [
+        {"params": params[::2], "lr": 0.1},
+        {"params": params[1::2], "weight_decay": 0.5, "betas": (0.8, 0.9)},
+    ]
     _, plan = planned(groups)
     assert [len(bucket.params) for bucket in plan.buckets] == [40]
 

@@ -7,7 +7,6 @@ one that says why it cannot serve a device.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +90,5 @@ def select(device: torch.device, requested: str | None) -> Backend:
         reason = BACKENDS[name].unavailable(device)
         if reason is None:
             return BACKENDS[name]
-        logger.warning(
-            "fused8: device %s is served by the slow reference, not by %s: %s", device, name, reason
-        )
+        logger.warning("fused8: device %s is served by the slow reference, not by %s: %s", device, name, reason)
     return BACKENDS["reference"]

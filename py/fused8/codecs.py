@@ -12,6 +12,7 @@ into a multiplication by a reciprocal).
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -206,10 +207,8 @@ def _dynamic_map(signed: bool) -> list[float]:
         n = 2**i if signed else 2 ** (i + 1)
         first, last, power = f32(0.1), 1.0, f32(10.0 ** (i - 6))
         step = f32((last - first) / n)
-        bounds = [
-            f32(first + step * j) if j < (n + 1) // 2 else f32(last - step * (n - j)) for j in range(n + 1)
-        ]
-        means = [f32(f32(a + b) / 2) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        bounds = [f32(first + step * j) if j < (n + 1) // 2 else f32(last - step * (n - j)) for j in range(n + 1)]
+        means = [f32(f32(a + b) / 2) for a, b in itertools.pairwise(bounds)]
         decade = [f32(mean * power) for mean in means]
         values += decade + ([-x for x in decade] if signed else [])
     return sorted([*values, 0.0, 1.0])
@@ -218,7 +217,7 @@ def _dynamic_map(signed: bool) -> list[float]:
 def _midpoints(values: list[float]) -> list[float]:
     """For neighbours a < b the largest FP32 not above (a + b) / 2: x takes b's code exactly if x is above it."""
     mids = []
-    for a, b in zip(values[:-1], values[1:], strict=True):
+    for a, b in itertools.pairwise(values):
         exact = torch.tensor((a + b) / 2, dtype=torch.float64)  # exact: neighbours differ by less than 2^29
         mid = exact.float()
         if mid.double() > exact:

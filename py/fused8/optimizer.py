@@ -223,7 +223,12 @@ class Adam8bit(torch.optim.Optimizer):
             counters.advance(found_inf)
 
     def _run(
-        self, bucket: Bucket, scalars: Tensor, table: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+        self,
+        bucket: Bucket,
+        scalars: Tensor,
+        table: Tensor,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
     ) -> None:
         key = bucket.key
         params, grads = bucket.params, bucket.grads()
@@ -442,7 +447,11 @@ def _check_options(group: Mapping[str, Any], where: str) -> None:
     min_8bit_size = group["min_8bit_size"]
     require(isinstance(min_8bit_size, int) and min_8bit_size >= 0, "min_8bit_size", "an integer >= 0")
     require(group["state_bits"] in (8, 32), "state_bits", "8 or 32")
-    require(group["backend"] in (None, *backends.BACKENDS), "backend", f"None or one of {', '.join(backends.BACKENDS)}")
+    require(
+        group["backend"] in (None, *backends.BACKENDS),
+        "backend",
+        f"None or one of {', '.join(backends.BACKENDS)}",
+    )
 
 
 def _is_number(x: Any) -> bool:

@@ -146,7 +146,7 @@ def _step_fp32(p: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> Tensor
     p, new_m, new_v, new_max_v = adam_update(p, g, m, v, rest[0] if rest else None, s)
     m.copy_(new_m)
     v.copy_(new_v)
-    if rest:
+    if new_max_v is not None:
         rest[0].copy_(new_max_v)
     return p
 

@@ -68,9 +68,7 @@ def state_specs(shape: Sequence[int], group: Mapping[str, Any]) -> dict[str, Ten
 def allocate(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     """The zero state of a parameter: on its device, except `step`, which the step plan places."""
     return {
-        name: torch.full(
-            spec.shape, spec.fill, dtype=spec.dtype, device="cpu" if name == "step" else p.device
-        )
+        name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device="cpu" if name == "step" else p.device)
         for name, spec in state_specs(p.shape, group).items()
     }
 

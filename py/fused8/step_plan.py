@@ -87,7 +87,7 @@ def fill_scalar_table(table: Tensor, h: Hyperparameters, step: Tensor) -> None:
     bias_correction1 = 1 - torch.pow(h.beta1, steps)
     bias_correction2 = 1 - torch.pow(h.beta2, steps)
     lr = h.lr.double() if isinstance(h.lr, Tensor) else torch.full_like(steps, h.lr)
-    columns = {
+    columns: dict[str, float | Tensor] = {
         "beta1": h.beta1,
         "one_minus_beta1": 1 - h.beta1,
         "beta2": h.beta2,
