@@ -187,7 +187,7 @@ def test_sparse_gradient_is_refused_before_anything_changes():
     optimizer = AdamW8bit([{"params": [dense]}, {"params": embedding.parameters()}])
     embedding(torch.tensor([1, 2])).sum().backward()
     dense.grad = torch.ones_like(dense)
-    with pytest.raises(TypeError, match="parameter 0 of group 1.*sparse"):
+    with pytest.raises(TypeError, match=r"parameter 0 of group 1.*sparse"):
         optimizer.step()
     assert not optimizer.state and torch.equal(dense, torch.ones(64, 64))
 
@@ -556,7 +556,7 @@ def test_a_replaced_state_tensor_is_noticed():
     assert_same_optimizers(a, b, "replaced")
     p = parameters(a)[0]
     a.state[p]["exp_avg_scale"] = a.state[p]["exp_avg_scale"][:, :0]
-    with pytest.raises(ValueError, match="parameter 0 of group 0.*exp_avg_scale"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*exp_avg_scale"):
         a.step()
 
 
@@ -587,7 +587,7 @@ def test_an_explicit_backend_that_cannot_serve_says_why():
     p = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
     optimizer = AdamW8bit([p], backend="cpp")
     p.grad = torch.ones(2, 2, device="meta")
-    with pytest.raises(RuntimeError, match="'cpp' cannot serve device 'meta'.*CPU"):
+    with pytest.raises(RuntimeError, match=r"'cpp' cannot serve device 'meta'.*CPU"):
         optimizer.step()
     assert not optimizer.state
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fused8 import Adam8bit
+from fused8 import Adam8bit, options
 from fused8.state import codec_of, kept_in_8bit, rows_and_inner, state_specs
 from fused8.step_plan import TABLE_COLUMNS
 
@@ -64,9 +64,7 @@ def test_each_tensor_names_its_row_of_scalars():
     set_gradients(params, 3)
     plan = plan_of(optimizer)
     (bucket,) = plan.buckets
-    from fused8.optimizer import _hyperparameters
-
-    hyperparameters = [_hyperparameters(group, i) for i, group in enumerate(optimizer.param_groups)]
+    hyperparameters = [options.hyperparameters(group, i) for i, group in enumerate(optimizer.param_groups)]
     ((_, scalars, table),) = plan.scalars(hyperparameters)
     assert scalars.shape == (3, 16)  # (group 0, step 2), (group 0, step 3), (group 1, step 3)
     rows = dict(zip(TABLE_COLUMNS, table.t().tolist(), strict=True))

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import backends, ops
+from . import backends, loading, ops, options
 from . import state as state_of
-from .codecs import CODECS
-from .step_plan import Bucket, BucketKey, Entry, Hyperparameters, StepPlan
+from .step_plan import Bucket, BucketKey, Entry, StepPlan
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# Options that decide what a state tensor means: fixed once a group has state.
-FROZEN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "amsgrad")
-# Options that stay the optimizer's own when a state is loaded: the frozen ones that a file cannot change by itself,
-# and the backend, which belongs to a machine.
-OWN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "backend")
-# Options that decide how tensors are grouped and served.
-PLAN_OPTIONS = (*FROZEN_OPTIONS, "maximize", "decoupled_weight_decay", "capturable", "backend")
-
-_STEP_LIMIT = "the optimizer has made 2^24 steps; a float32 step counter cannot count further"
 
 _UNSUPPORTED = {
     "optim_bits": "for 32-bit state put `state_bits: 32` into a param group",
@@ -37,6 +25,9 @@ _UNSUPPORTED = {
     "fused": "every step is fused",
     "differentiable": "the step is not differentiable; use torch.optim",
 }
+
+
+_STEP_LIMIT = "the optimizer has made 2^24 steps; a float32 step counter cannot count further"
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -123,7 +114,7 @@ class Adam8bit(torch.optim.Optimizer):
         self._plan_options: list[tuple] = []
         self._frozen: dict[int, tuple] = {}
         self._nonfinite: dict[torch.device, Tensor] = {}
-        _check_options(defaults, "the defaults")
+        options.check(defaults, "the defaults")
         super().__init__(params, defaults)
 
     # -- param groups and pickling ------------------------------------------------------------------------------------
@@ -132,13 +123,13 @@ class Adam8bit(torch.optim.Optimizer):
         """Add a param group. Options that it lacks take the optimizer's defaults."""
         number = len(self.param_groups)
         if isinstance(param_group, dict):
-            _check_options(self.defaults | param_group, f"param group {number}")
+            options.check(self.defaults | param_group, f"param group {number}")
         super().add_param_group(param_group)
         group = self.param_groups[number]
         try:
             for i, p in enumerate(group["params"]):
                 if p.requires_grad:
-                    _check_param(p, _name(group, number, i))
+                    _check_param(p, options.parameter_name(group, number, i))
         except TypeError:
             del self.param_groups[number]
             raise
@@ -156,7 +147,7 @@ class Adam8bit(torch.optim.Optimizer):
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
             if any(self.state.get(p) for p in group["params"]):
-                self._frozen[number] = _options(group, FROZEN_OPTIONS)
+                self._frozen[number] = options.select(group, options.FROZEN_OPTIONS)
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
@@ -181,8 +172,8 @@ class Adam8bit(torch.optim.Optimizer):
         """
         # torch would cast integer codes and scales to the parameter's dtype: they pass through it in boxes.
         # Hooks of the user come first when reading and last when done.
-        prepare = self.register_load_state_dict_pre_hook(_checked_and_boxed)
-        finish = self.register_load_state_dict_post_hook(_unbox, prepend=True)
+        prepare = self.register_load_state_dict_pre_hook(loading.checked_and_boxed)
+        finish = self.register_load_state_dict_post_hook(loading.unbox, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -211,7 +202,7 @@ class Adam8bit(torch.optim.Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def _step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        hyperparameters = [_hyperparameters(group, i) for i, group in enumerate(self.param_groups)]
+        hyperparameters = [options.hyperparameters(group, i) for i, group in enumerate(self.param_groups)]
         if found_inf is not None and found_inf.device.type == "cpu":
             if bool(found_inf):
                 return
@@ -268,11 +259,11 @@ class Adam8bit(torch.optim.Optimizer):
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     def _current_plan(self, count_on_device: bool) -> StepPlan:
-        options = [_options(group, PLAN_OPTIONS) for group in self.param_groups]
+        current_options = [options.select(group, options.PLAN_OPTIONS) for group in self.param_groups]
         plan = self._plan
-        if plan is None or options != self._plan_options or not self._plan_holds(plan, count_on_device):
+        if plan is None or current_options != self._plan_options or not self._plan_holds(plan, count_on_device):
             plan = self._build_plan(count_on_device)
-            self._plan, self._plan_options = plan, options
+            self._plan, self._plan_options = plan, current_options
         for counters in plan.counters:
             if counters.largest() >= state_of.MAX_STEP:
                 raise RuntimeError(_STEP_LIMIT)
@@ -300,17 +291,17 @@ class Adam8bit(torch.optim.Optimizer):
         frozen = dict(self._frozen)
         seen: set[Tensor] = set()
         for number, group in enumerate(self.param_groups):
-            _check_options(group, f"param group {number}")
+            options.check(group, f"param group {number}")
             for i, p in enumerate(group["params"]):
                 if p.grad is None or p in seen:
                     continue
                 seen.add(p)
-                name = _name(group, number, i)
+                name = options.parameter_name(group, number, i)
                 _check_param(p, name)
                 _check_grad(p.grad, name)
-                current = _options(group, FROZEN_OPTIONS)
+                current = options.select(group, options.FROZEN_OPTIONS)
                 if frozen.setdefault(number, current) != current:
-                    raise ValueError(_changed_options(number, frozen[number], current))
+                    raise ValueError(options.describe_changes(number, frozen[number], current))
                 own = self.state.get(p) or {}
                 on_device = group["capturable"] or (p.device.type != "cpu" and count_on_device)
                 if own:
@@ -370,20 +361,11 @@ class AdamW8bit(Adam8bit):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **options: Any,
+        **others: Any,
     ) -> None:
-        if "decoupled_weight_decay" in options:
+        if "decoupled_weight_decay" in others:
             raise TypeError("AdamW8bit always decouples weight decay; Adam8bit takes decoupled_weight_decay")
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
-
-
-def _options(group: Mapping[str, Any], names: tuple[str, ...]) -> tuple:
-    return tuple(group[name] for name in names)
-
-
-def _name(group: Mapping[str, Any], number: int, i: int) -> str:
-    names = group.get("param_names")
-    return f"parameter {i} of group {number}" + (f" ({names[i]})" if names else "")
+        super().__init__(params, lr, betas, eps, weight_decay, **others)
 
 
 def _check_param(p: Tensor, name: str) -> None:
@@ -406,140 +388,3 @@ def _check_grad(grad: Tensor, name: str) -> None:
         )
     if grad.dtype not in PARAM_DTYPES:
         raise TypeError(f"the gradient of {name} has dtype {grad.dtype}: fused8 takes float32, bfloat16 and float16")
-
-
-def _changed_options(number: int, before: tuple, now: tuple) -> str:
-    changes = [
-        f"{name} from {old!r} to {new!r}"
-        for name, old, new in zip(FROZEN_OPTIONS, before, now, strict=True)
-        if old != new
-    ]
-    return f"param group {number} has state and cannot change {', '.join(changes)}: make a new optimizer instead"
-
-
-def _check_options(group: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError or TypeError for an option that is out of range."""
-
-    def require(good: bool, name: str, what: str) -> None:
-        if not good:
-            raise ValueError(f"{where}: {name} must be {what}, got {group[name]!r}")
-
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        require(lr.numel() == 1, "lr", "a float or a tensor of one element")
-        if lr.device.type != "cpu":
-            require(group["capturable"], "lr", "a float or a CPU tensor unless capturable=True")
-    else:
-        require(_is_number(lr) and 0 <= lr < math.inf, "lr", "a finite number >= 0")
-    betas = group["betas"]
-    require(isinstance(betas, (tuple, list)) and len(betas) == 2, "betas", "two numbers")
-    require(all(_is_number(beta) and 0 <= beta < 1 for beta in betas), "betas", "two numbers in [0, 1)")
-    require(_is_number(group["eps"]) and 0 <= group["eps"] < math.inf, "eps", "a finite number >= 0")
-    require(
-        _is_number(group["weight_decay"]) and 0 <= group["weight_decay"] < math.inf,
-        "weight_decay",
-        "a finite number >= 0",
-    )
-    for name in ("amsgrad", "maximize", "decoupled_weight_decay", "capturable"):
-        require(isinstance(group[name], bool), name, "True or False")
-    require(group["codec"] in CODECS, "codec", f"one of {', '.join(CODECS)}")
-    require(group["block_size"] in state_of.BLOCK_SIZES, "block_size", f"one of {state_of.BLOCK_SIZES}")
-    min_8bit_size = group["min_8bit_size"]
-    require(isinstance(min_8bit_size, int) and min_8bit_size >= 0, "min_8bit_size", "an integer >= 0")
-    require(group["state_bits"] in (8, 32), "state_bits", "8 or 32")
-    require(
-        group["backend"] in (None, *backends.BACKENDS),
-        "backend",
-        f"None or one of {', '.join(backends.BACKENDS)}",
-    )
-
-
-def _is_number(x: Any) -> bool:
-    if isinstance(x, Tensor):
-        return x.numel() == 1 and x.device.type == "cpu"
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def _hyperparameters(group: Mapping[str, Any], number: int) -> Hyperparameters:
-    lr = group["lr"]
-    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
-        lr = float(lr)
-        if not 0 <= lr < math.inf:
-            raise ValueError(f"param group {number}: lr must be a finite number >= 0, got {lr!r}")
-    beta1, beta2 = group["betas"]
-    return Hyperparameters(
-        lr,
-        float(beta1),
-        float(beta2),
-        float(group["eps"]),
-        float(group["weight_decay"]),
-        group["decoupled_weight_decay"],
-    )
-
-
-class _Box:
-    """Carries a tensor through torch's load_state_dict, which would cast it."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _unbox(optimizer: torch.optim.Optimizer) -> None:
-    for own in optimizer.state.values():
-        for name, value in own.items():
-            if isinstance(value, _Box):
-                own[name] = value.tensor
-
-
-def _checked_and_boxed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Check a state dict against the optimizer; a copy of it, each state tensor copied to its device and boxed."""
-    for name in ("state", "param_groups"):
-        if name not in state_dict:
-            raise ValueError(f"this is no optimizer state: it has no {name!r}")
-    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
-    if len(groups) != len(saved_groups):
-        raise ValueError(f"the saved state has {len(saved_groups)} param groups, the optimizer {len(groups)}")
-    result = state_dict | {"state": dict(state_dict["state"]), "param_groups": []}
-    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        if len(group["params"]) != len(saved["params"]):
-            raise ValueError(
-                f"param group {number} has {len(saved['params'])} parameters in the saved state and "
-                f"{len(group['params'])} in the optimizer"
-            )
-        merged = optimizer.defaults | saved | {name: group[name] for name in OWN_OPTIONS}
-        _check_options(merged, f"param group {number} of the saved state")
-        if merged["state_format"] != state_of.STATE_FORMAT:
-            raise ValueError(f"the saved state has format {merged['state_format']}, which this version cannot read")
-        result["param_groups"].append(merged)
-        for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
-            own = state_dict["state"].get(key)
-            if own:
-                name = _name(group, number, i)
-                result["state"][key] = _checked_state(own, p, merged, saved, name)
-    return result
-
-
-def _checked_state(
-    own: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], name: str
-) -> dict[str, _Box]:
-    if state_of.codec_of(p.shape, group) in CODECS:
-        for option in ("codec", "block_size"):
-            if saved.get(option, group[option]) != group[option]:
-                raise ValueError(
-                    f"the saved state of {name} has {option} {saved[option]!r}, the optimizer {group[option]!r}: make "
-                    f"the optimizer with {option}={saved[option]!r}. Nothing was loaded"
-                )
-    message = state_of.structural_error(own, p.shape, group) or state_of.value_error(own, p.shape, group)
-    if message:
-        raise ValueError(f"the saved state of {name} {message}. Nothing was loaded")
-    boxes = {}
-    for tensor_name, value in own.items():
-        if tensor_name == "step":
-            tensor = torch.as_tensor(value, dtype=torch.float32).reshape(())
-            device = p.device if group["capturable"] else torch.device("cpu")
-        else:
-            tensor, device = value, p.device
-        boxes[tensor_name] = _Box(tensor.detach().to(device, copy=True).contiguous())
-    return boxes

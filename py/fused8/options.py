@@ -1,0 +1,100 @@
+"""The options of a param group: which there are, what each may be, and the numbers that the step takes from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from . import backends
+from .codecs import CODECS
+from .state import BLOCK_SIZES
+from .step_plan import Hyperparameters
+
+# Options that decide what a state tensor means: fixed once a group has state.
+FROZEN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "amsgrad")
+# Options that stay the optimizer's own when a state is loaded: the frozen ones that a file cannot change by itself,
+# and the backend, which belongs to a machine.
+OWN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "backend")
+# Options that decide how tensors are grouped and served.
+PLAN_OPTIONS = (*FROZEN_OPTIONS, "maximize", "decoupled_weight_decay", "capturable", "backend")
+
+
+def select(group: Mapping[str, Any], names: tuple[str, ...]) -> tuple:
+    return tuple(group[name] for name in names)
+
+
+def parameter_name(group: Mapping[str, Any], number: int, i: int) -> str:
+    names = group.get("param_names")
+    return f"parameter {i} of group {number}" + (f" ({names[i]})" if names else "")
+
+
+def describe_changes(number: int, before: tuple, now: tuple) -> str:
+    changes = [
+        f"{name} from {old!r} to {new!r}"
+        for name, old, new in zip(FROZEN_OPTIONS, before, now, strict=True)
+        if old != new
+    ]
+    return f"param group {number} has state and cannot change {', '.join(changes)}: make a new optimizer instead"
+
+
+def check(group: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError or TypeError for an option that is out of range."""
+
+    def require(good: bool, name: str, what: str) -> None:
+        if not good:
+            raise ValueError(f"{where}: {name} must be {what}, got {group[name]!r}")
+
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        require(lr.numel() == 1, "lr", "a float or a tensor of one element")
+        if lr.device.type != "cpu":
+            require(group["capturable"], "lr", "a float or a CPU tensor unless capturable=True")
+    else:
+        require(_is_number(lr) and 0 <= lr < math.inf, "lr", "a finite number >= 0")
+    betas = group["betas"]
+    require(isinstance(betas, (tuple, list)) and len(betas) == 2, "betas", "two numbers")
+    require(all(_is_number(beta) and 0 <= beta < 1 for beta in betas), "betas", "two numbers in [0, 1)")
+    require(_is_number(group["eps"]) and 0 <= group["eps"] < math.inf, "eps", "a finite number >= 0")
+    require(
+        _is_number(group["weight_decay"]) and 0 <= group["weight_decay"] < math.inf,
+        "weight_decay",
+        "a finite number >= 0",
+    )
+    for name in ("amsgrad", "maximize", "decoupled_weight_decay", "capturable"):
+        require(isinstance(group[name], bool), name, "True or False")
+    require(group["codec"] in CODECS, "codec", f"one of {', '.join(CODECS)}")
+    require(group["block_size"] in BLOCK_SIZES, "block_size", f"one of {BLOCK_SIZES}")
+    min_8bit_size = group["min_8bit_size"]
+    require(isinstance(min_8bit_size, int) and min_8bit_size >= 0, "min_8bit_size", "an integer >= 0")
+    require(group["state_bits"] in (8, 32), "state_bits", "8 or 32")
+    require(
+        group["backend"] in (None, *backends.BACKENDS),
+        "backend",
+        f"None or one of {', '.join(backends.BACKENDS)}",
+    )
+
+
+def _is_number(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and x.device.type == "cpu"
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def hyperparameters(group: Mapping[str, Any], number: int) -> Hyperparameters:
+    lr = group["lr"]
+    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
+        lr = float(lr)
+        if not 0 <= lr < math.inf:
+            raise ValueError(f"param group {number}: lr must be a finite number >= 0, got {lr!r}")
+    beta1, beta2 = group["betas"]
+    return Hyperparameters(
+        lr,
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        group["decoupled_weight_decay"],
+    )
