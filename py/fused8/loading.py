@@ -60,14 +60,14 @@ def checked_and_boxed(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
 def _checked_state(
     own: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], name: str
 ) -> dict[str, Box]:
-    if state_of.codec_of(p.shape, group) in CODECS:
+    if state_of.codec_of_parameter(p, group) in CODECS:
         for option in ("codec", "block_size"):
             if saved.get(option, group[option]) != group[option]:
                 raise ValueError(
                     f"the saved state of {name} has {option} {saved[option]!r}, the optimizer {group[option]!r}: make "
                     f"the optimizer with {option}={saved[option]!r}. Nothing was loaded"
                 )
-    message = state_of.structural_error(own, p.shape, group) or state_of.value_error(own, p.shape, group)
+    message = state_of.structural_error(own, p, group) or state_of.value_error(own, p, group)
     if message:
         raise ValueError(f"the saved state of {name} {message}. Nothing was loaded")
     boxes = {}

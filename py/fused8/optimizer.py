@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import backends, loading, ops, options
+from . import backends, loading, ops, options, sharding
 from . import state as state_of
 from .step_plan import Bucket, BucketKey, Entry, StepPlan
 
@@ -222,7 +222,7 @@ class Adam8bit(torch.optim.Optimizer):
         found_inf: Tensor | None,
     ) -> None:
         key = bucket.key
-        params, grads = bucket.params, bucket.grads()
+        params, grads = bucket.local_params(), bucket.local_grads()
         contiguous = params
         if key.solo is not None:
             contiguous, grads = [p.contiguous() for p in params], [g.contiguous() for g in grads]
@@ -247,7 +247,7 @@ class Adam8bit(torch.optim.Optimizer):
         for p, source in zip(params, contiguous, strict=True):
             if source is not p:
                 p.copy_(source)
-        torch.autograd.graph.increment_version(params)
+        torch.autograd.graph.increment_version(bucket.params)
 
     def nonfinite_count(self) -> int:
         """How many gradient elements were not finite (or above 2^63) and counted as 0, since this object was made.
@@ -305,7 +305,7 @@ class Adam8bit(torch.optim.Optimizer):
                 own = self.state.get(p) or {}
                 on_device = group["capturable"] or (p.device.type != "cpu" and count_on_device)
                 if own:
-                    if message := state_of.structural_error(own, p.shape, group):
+                    if message := state_of.structural_error(own, p, group):
                         raise ValueError(f"the state of {name} {message}")
                     step = own["step"]
                     if not isinstance(step, Tensor):
@@ -325,7 +325,7 @@ class Adam8bit(torch.optim.Optimizer):
                     p.device,
                     p.dtype,
                     p.grad.dtype,
-                    state_of.codec_of(p.shape, group),
+                    state_of.codec_of_parameter(p, group),
                     group["block_size"],
                     group["decoupled_weight_decay"],
                     group["maximize"],
@@ -376,8 +376,8 @@ def _check_param(p: Tensor, name: str) -> None:
         )
     if p.layout is not torch.strided:
         raise TypeError(f"{name} has layout {p.layout}: fused8 updates dense parameters")
-    if hasattr(p, "to_local"):
-        raise TypeError(f"{name} is a DTensor, which this version of fused8 does not update")
+    if message := sharding.refusal(p):
+        raise TypeError(f"{name} {message}")
 
 
 def _check_grad(grad: Tensor, name: str) -> None:

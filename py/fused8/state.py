@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .codecs import ABS_MAX_GRAD, CODECS, FP32, Encoded
+from .sharding import local, placed_like, rows_and_inner, shard_of
 
 STATE_FORMAT = 1  # what a saved group's `state_format` says; raised when the meaning of the tensors changes
 BLOCK_SIZES = (64, 128, 256)
@@ -24,13 +25,6 @@ class TensorSpec(NamedTuple):
     fill: int = 0
 
 
-def rows_and_inner(shape: Sequence[int]) -> tuple[int, int]:
-    """How blocks see a parameter: dim 0 by the product of the rest; a 1-D parameter is one row."""
-    if len(shape) >= 2:
-        return shape[0], math.prod(shape[1:])
-    return 1, math.prod(shape)
-
-
 def kept_in_8bit(shape: Sequence[int], *, min_8bit_size: int, state_bits: int) -> bool:
     """Whether a parameter of this (global) shape gets 8-bit state."""
     numel = math.prod(shape)
@@ -41,17 +35,24 @@ def kept_in_8bit(shape: Sequence[int], *, min_8bit_size: int, state_bits: int) -
     return rows_and_inner(shape)[1] >= MIN_8BIT_ROW
 
 
-def codec_of(shape: Sequence[int], group: Mapping[str, Any]) -> str:
-    """The codec that a parameter of this shape gets in this param group; `fp32` where it stays in 32 bits."""
+def codec_of(shape: Sequence[int], group: Mapping[str, Any], keeps_blocks: bool = True) -> str:
+    """The codec that a parameter of this (global) shape gets in this param group; `fp32` where it stays in 32 bits.
+
+    `keeps_blocks` is False for a parameter that is sharded in a way that would cut blocks (see sharding.shard_of).
+    """
     in_8bit = kept_in_8bit(shape, min_8bit_size=group["min_8bit_size"], state_bits=group["state_bits"])
-    return group["codec"] if in_8bit else FP32
+    return group["codec"] if in_8bit and keeps_blocks else FP32
 
 
-def state_specs(shape: Sequence[int], group: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """Name -> dtype, shape and initial value of each state tensor of a parameter, `step` included."""
+def codec_of_parameter(p: Tensor, group: Mapping[str, Any]) -> str:
+    return codec_of(p.shape, group, shard_of(p, group["block_size"]).keeps_blocks)
+
+
+def state_specs(shape: Sequence[int], group: Mapping[str, Any], keeps_blocks: bool = True) -> dict[str, TensorSpec]:
+    """Name -> dtype, (global) shape and initial value of each state tensor of a parameter, `step` included."""
     shape = tuple(shape)
     specs = {"step": TensorSpec(torch.float32, ())}
-    codec_name = codec_of(shape, group)
+    codec_name = codec_of(shape, group, keeps_blocks)
     if codec_name == FP32:
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
         return specs | {name: TensorSpec(torch.float32, shape) for name in names}
@@ -65,17 +66,29 @@ def state_specs(shape: Sequence[int], group: Mapping[str, Any]) -> dict[str, Ten
     return specs
 
 
+def specs_of_parameter(p: Tensor, group: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    return state_specs(p.shape, group, shard_of(p, group["block_size"]).keeps_blocks)
+
+
 def allocate(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The zero state of a parameter: on its device, except `step`, which the step plan places."""
-    return {
-        name: torch.full(spec.shape, spec.fill, dtype=spec.dtype, device="cpu" if name == "step" else p.device)
-        for name, spec in state_specs(p.shape, group).items()
-    }
+    """The zero state of a parameter: on its device and sharded as it is, except `step`, which the step plan places."""
+    result = {}
+    shard = local(p)
+    rows, inner = rows_and_inner(shard.shape)
+    for name, spec in specs_of_parameter(p, group).items():
+        if name == "step":
+            result[name] = torch.zeros((), dtype=torch.float32)
+            continue
+        is_scale = name.endswith("_scale")
+        shape = (rows, -(-inner // group["block_size"])) if is_scale else shard.shape
+        tensor = torch.full(shape, spec.fill, dtype=spec.dtype, device=shard.device)
+        result[name] = placed_like(p, tensor, spec.shape)
+    return result
 
 
-def structural_error(state: Mapping[str, Any], shape: Sequence[int], group: Mapping[str, Any]) -> str | None:
+def structural_error(state: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> str | None:
     """How names, dtypes or shapes of a state differ from what the parameter needs, or None. Reads no data."""
-    specs = state_specs(shape, group)
+    specs = specs_of_parameter(p, group)
     if missing := specs.keys() - state.keys():
         return f"lacks {', '.join(sorted(missing))}"
     if unknown := state.keys() - specs.keys():
@@ -98,16 +111,16 @@ def structural_error(state: Mapping[str, Any], shape: Sequence[int], group: Mapp
     return None
 
 
-def value_error(state: Mapping[str, Any], shape: Sequence[int], group: Mapping[str, Any]) -> str | None:
+def value_error(state: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> str | None:
     """What in the values of a structurally valid state could not have come from an optimizer, or None."""
     step = float(state["step"])
     if not (0 <= step <= MAX_STEP and step == int(step)):
         return f"has step {step:g}, expected a whole number from 0 to 2^24"
-    codec_name = codec_of(shape, group)
+    codec_name = codec_of_parameter(p, group)
     if codec_name == FP32:
         limits = {"exp_avg": ABS_MAX_GRAD, "exp_avg_sq": ABS_MAX_GRAD**2, "max_exp_avg_sq": ABS_MAX_GRAD**2}
         for name in state.keys() & limits.keys():
-            x = state[name]
+            x = local(state[name])
             lowest = -limits[name] if name == "exp_avg" else 0.0
             if x.numel() and not bool(((x >= lowest) & (x <= limits[name])).all()):
                 return f"has values in {name} outside [{lowest:g}, {limits[name]:g}]"
@@ -130,8 +143,8 @@ def _blocks_of(state: Mapping[str, Tensor], sq_name: str, block_size: int) -> En
         return torch.nn.functional.pad(codes, (0, -inner % block_size)).view(-1, block_size)
 
     return Encoded(
-        blocks(state["exp_avg"]),
-        blocks(state[sq_name]),
-        state["exp_avg_scale"].reshape(-1, 1),
-        state[f"{sq_name}_scale"].reshape(-1, 1),
+        blocks(local(state["exp_avg"])),
+        blocks(local(state[sq_name])),
+        local(state["exp_avg_scale"]).reshape(-1, 1),
+        local(state[f"{sq_name}_scale"]).reshape(-1, 1),
     )

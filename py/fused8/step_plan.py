@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .codecs import time_offset
-from .state import rows_and_inner
+from .sharding import is_dtensor, local, local_grad, shard_of
 
 SMALLEST_EPS = 2.0**-64  # eps is raised to it, so that 0 / 0 cannot occur
 
@@ -125,15 +125,21 @@ class BucketKey(NamedTuple):
 class Entry:
     """One parameter that takes part in the step, with all that the plan relies on."""
 
-    __slots__ = ("contiguous", "grad_dtype", "group", "p", "shape", "state", "tensor_ids", "tensors")
+    __slots__ = ("contiguous", "grad_dtype", "group", "is_dtensor", "p", "shape", "state", "tensor_ids", "tensors")
 
     def __init__(self, p: Tensor, grad: Tensor, group: int, state: dict[str, Any]) -> None:
         self.p = p
         self.group = group
         self.shape = p.shape
         self.grad_dtype = grad.dtype
-        self.contiguous = p.is_contiguous() and grad.is_contiguous()
+        self.is_dtensor = is_dtensor(p)
+        self.contiguous = self._is_contiguous(grad)
         self.state = state
+
+    def _is_contiguous(self, grad: Tensor) -> bool:
+        if self.is_dtensor:
+            return local(self.p).is_contiguous() and local(grad).is_contiguous()
+        return self.p.is_contiguous() and grad.is_contiguous()
 
     def rely_on_state(self) -> None:
         self.tensors = list(self.state.values())  # kept alive, so that their ids stay theirs
@@ -148,7 +154,7 @@ class Entry:
             and [*map(id, state.values())] == self.tensor_ids
             and self.grad_dtype is grad.dtype
             and not grad.is_sparse
-            and self.contiguous is (p.is_contiguous() and grad.is_contiguous())
+            and self.contiguous is self._is_contiguous(grad)
             and self.shape == p.shape
         )
 
@@ -228,22 +234,30 @@ class Bucket:
         self.slots = slots  # positions of the entries among the counters
         self.params = [entry.p for entry in entries]
         self.states = [
-            [entry.state[name] for entry in entries] if name in entries[0].state else [] for name in self.STATE_NAMES
+            [local(entry.state[name]) for entry in entries] if name in entries[0].state else []
+            for name in self.STATE_NAMES
         ]
-        # A parameter that is not sharded begins at element 0 of itself, and its rows are the global rows.
-        self._layout = [[0, 0, rows_and_inner(p.shape)[1]] for p in self.params]
+        self._shards = [shard_of(p, key.block_size) for p in self.params]
         self._rows_of_entries: list[int] | None = None
         self._table = torch.empty(0)
 
-    def grads(self) -> list[Tensor]:
-        return [p.grad for p in self.params]  # type: ignore[misc]
+    def local_params(self) -> list[Tensor]:
+        return [local(p) for p in self.params]
+
+    def local_grads(self) -> list[Tensor]:
+        return [local_grad(p) for p in self.params]
 
     def table(self, rows_of_entries: list[int]) -> Tensor:
         """The int64 table [tensors, TABLE_COLUMNS], on the CPU; the same object while the rows stay the same."""
         if rows_of_entries is not self._rows_of_entries:
             self._rows_of_entries = rows_of_entries
             rows = [rows_of_entries[slot] for slot in self.slots]
-            table = torch.tensor([[row, *rest] for row, rest in zip(rows, self._layout, strict=True)])
+            table = torch.tensor(
+                [
+                    [row, shard.row0, shard.col0, shard.global_inner]
+                    for row, shard in zip(rows, self._shards, strict=True)
+                ]
+            )
             if not torch.equal(table, self._table):
                 self._table = table
         return self._table
