@@ -14,7 +14,10 @@ ORDER = (
     "convert",
     "memory",
     "groups",
+    "in_backward",
     "optimizer",
+    "planner",
+    "gradients",
     "loading",
     "options",
     "step_plan",
@@ -24,10 +27,11 @@ ORDER = (
     "backends",
     "triton_kernels",
     "reference",
+    "formats",
     "codecs",
 )
 # Rather than anything of fused8, these import only torch (and the Triton kernels triton).
-LEAVES = {"codecs": {"torch"}, "reference": {"torch"}}
+LEAVES = {"codecs": {"torch"}, "formats": {"torch"}, "reference": {"torch"}}
 
 
 def imports(path: Path) -> set[str]:

@@ -159,7 +159,7 @@ def test_adamw_does_not_take_decoupled_weight_decay():
         AdamW8bit([torch.nn.Parameter(torch.zeros(2))], decoupled_weight_decay=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.float8_e4m3fnuz])
 def test_parameters_of_other_dtypes_are_refused(dtype):
     good, bad = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3, 3).to(dtype))
     with pytest.raises(TypeError, match=r"parameter 1 of group 0 .*" + str(dtype).removeprefix("torch.")):

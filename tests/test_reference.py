@@ -5,6 +5,7 @@ import pytest
 import torch
 from fused8 import reference
 from fused8.codecs import ABS_MAX_GRAD, time_offset
+from fused8.formats import rounding_key
 from fused8.step_plan import SCALAR_COLUMNS, Hyperparameters, fill_scalar_table, scalar_row, scalar_table
 
 from .support import bits, hostile_gradient
@@ -70,7 +71,7 @@ def test_adaptive_step_equals_numpy():
         scalars = scalar_table([scalar_row(Hyperparameters(lr, 0.9, 0.999, 1e-8, 0.01, True), step)])
         lists = ([x] for x in ours)
         reference.adam_step(
-            params, [g], *lists, [], [], scalars, table, None, None, nonfinite, "adaptive", block, True, False
+            params, [g], *lists, [], [], [], scalars, table, None, None, nonfinite, "adaptive", block, True, False, False
         )
         for name, a, b in zip(["p", "exp_avg", "exp_avg_sq", "scale", "meta"], [p, *state], params + ours, strict=True):
             assert torch.equal(bits(torch.from_numpy(a)), bits(b)), f"{name} at step {step}"
@@ -86,7 +87,7 @@ def test_square_root_is_correctly_rounded():
 
 
 def test_scalars_are_rounded_once_from_float64():
-    h = Hyperparameters(3e-4, 0.9, 0.999, 1e-8, 0.1, True)
+    h = Hyperparameters(3e-4, 0.9, 0.999, 1e-8, 0.1, True, rounding_seed=5)
     row = scalar_table([scalar_row(h, 7)])[0]
     expected = {
         "beta1": 0.9,
@@ -99,16 +100,17 @@ def test_scalars_are_rounded_once_from_float64():
         "decay": 1 - 3e-4 * 0.1,
         "weight_decay": 0.0,
     }
-    for i, name in enumerate(SCALAR_COLUMNS[:-1]):
+    for i, name in enumerate(SCALAR_COLUMNS[:9]):
         assert row[i].item() == F32(expected[name]), name
     assert row.view(torch.int32)[9].item() % 2**32 == time_offset(7) == 7 * 0x9E3779B9 % 2**32
+    assert row.view(torch.int32)[10].item() % 2**32 == rounding_key(5, 7)
     coupled = scalar_table([scalar_row(h._replace(decoupled_weight_decay=False, eps=0.0), 1)])[0]
     assert (coupled[7].item(), coupled[8].item(), coupled[4].item()) == (1.0, F32(0.1), 2.0**-64)
 
 
 @pytest.mark.parametrize("lr", [3e-4, torch.tensor(3e-4, dtype=torch.float64)])
 def test_scalars_computed_on_the_device_are_the_same(lr):
-    h = Hyperparameters(lr, 0.9, 0.999, 1e-8, 0.1, True)
+    h = Hyperparameters(lr, 0.9, 0.999, 1e-8, 0.1, True, rounding_seed=-12345678901234567890)
     steps = [1, 2, 3, 10, 1000, 99_999, 2**24 - 1]
     on_device = torch.zeros(len(steps), 16)
     fill_scalar_table(on_device, h, torch.tensor(steps, dtype=torch.float32))
@@ -124,23 +126,8 @@ def test_the_largest_gradients_that_count():
     nonfinite = torch.zeros(1, dtype=torch.int64)
     scalars = scalar_table([scalar_row(Hyperparameters(1.0, 0.0, 0.0, 0.0, 0.0, True), 1)])
     table = torch.tensor([[0, 0, 0, 64]])
-    args = (
-        [state[0]],
-        [state[1]],
-        [],
-        [],
-        [],
-        [],
-        scalars,
-        table,
-        None,
-        None,
-        nonfinite,
-        "fp32",
-        256,
-        True,
-        False,
-    )
-    reference.adam_step(params, [g], *args)
+    lists = ([state[0]], [state[1]], [], [], [], [], [])
+    flags = ("fp32", 256, True, False, False)
+    reference.adam_step(params, [g], *lists, scalars, table, None, None, nonfinite, *flags)
     assert params[0][0, :4].tolist() == [-1.0, 1.0, 0.0, 0.0]
     assert state[1].max() == 2.0**126 and int(nonfinite) == 2

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 _MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
+_SPLITMIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 class Format(NamedTuple):
@@ -28,7 +31,7 @@ class Format(NamedTuple):
     largest: int
     """The code of the largest finite number."""
     overflow: int
-    """The code that a number beyond it takes: infinity, or the largest where the format has none or it would be lost."""
+    """The code that a number beyond it takes: infinity; the largest for FP8."""
     nan: int
     bits: torch.dtype
     """The integer dtype of the same size."""
@@ -59,11 +62,31 @@ def rounding_key(seed: int, step: int) -> int:
     """The key of `random_bits` for a step: two rounds of splitmix64 (Steele, Lea & Flood, 2014) over (seed, step)."""
     z = 0
     for word in (seed, step):
-        z = (z + word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        z = (z + word + _GOLDEN) & _MASK64
+        for shift, multiplier in _SPLITMIX:
+            z = ((z ^ (z >> shift)) * multiplier) & _MASK64
         z ^= z >> 31
     return z & _MASK32
+
+
+def rounding_keys(seed: int, steps: Tensor) -> Tensor:
+    """`rounding_key` for int64 steps, without leaving their device; int64 arithmetic wraps as the masks do."""
+    z = torch.zeros_like(steps)
+    for word in (_signed64(seed), steps):
+        z = z + word + _signed64(_GOLDEN)
+        for shift, multiplier in _SPLITMIX:
+            z = (z ^ _logical_shift(z, shift)) * _signed64(multiplier)
+        z = z ^ _logical_shift(z, 31)
+    return z & _MASK32
+
+
+def _signed64(x: int) -> int:
+    x &= _MASK64
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _logical_shift(x: Tensor, shift: int) -> Tensor:
+    return (x >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def encode(x: Tensor, dtype: torch.dtype, extra: int = 0, random: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import state as state_of
-from .codecs import FP32
 from .optimizer import Adam8bit
 
 MIB = 2**20

@@ -15,17 +15,19 @@ from . import backends
 
 _library = torch.library.Library("fused8", "DEF")
 
-# Lists run parallel to `params`. With codec "fp32" both scale lists are empty; without amsgrad both max lists are.
-# All tensors of the lists are contiguous and on one device. Columns of `scalars` (float32) and `table` (int64):
-# step_plan.SCALAR_COLUMNS and TABLE_COLUMNS. A found_inf that is not zero makes the call do nothing.
+# Lists run parallel to `params`. With codec "fp32" both scale lists are empty; without amsgrad both max lists are;
+# without extra mantissa bits `param_correction` is. All tensors of the lists are contiguous and on one device. Columns
+# of `scalars` (float32) and `table` (int64): step_plan.SCALAR_COLUMNS and TABLE_COLUMNS. `grad_factor` (one float32)
+# is multiplied into every gradient. A found_inf that is not zero makes the call do nothing.
 _library.define(
     "adam_step_("
     "Tensor(a!)[] params, Tensor[] grads, "
     "Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "
     "Tensor(d!)[] exp_avg_scale, Tensor(e!)[] exp_avg_sq_scale, "
     "Tensor(f!)[] max_exp_avg_sq, Tensor(g!)[] max_exp_avg_sq_scale, "
-    "Tensor scalars, Tensor table, Tensor? grad_scale, Tensor? found_inf, Tensor(h!) nonfinite, "
-    "str codec, int block_size, bool decoupled_weight_decay, bool maximize) -> ()"
+    "Tensor(h!)[] param_correction, "
+    "Tensor scalars, Tensor table, Tensor? grad_factor, Tensor? found_inf, Tensor(i!) nonfinite, "
+    "str codec, int block_size, bool decoupled_weight_decay, bool maximize, bool stochastic_rounding) -> ()"
 )
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import backends, loading, ops, options, sharding
+from . import gradients, loading, ops, options
 from . import state as state_of
-from .step_plan import Bucket, BucketKey, Entry, StepPlan
-
-PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from .planner import Planner, check_param
+from .step_plan import Bucket
 
 _UNSUPPORTED = {
     "optim_bits": "for 32-bit state put `state_bits: 32` into a param group",
@@ -27,9 +26,6 @@ _UNSUPPORTED = {
 }
 
 
-_STEP_LIMIT = "the optimizer has made 2^24 steps; a float32 step counter cannot count further"
-
-
 class Adam8bit(torch.optim.Optimizer):
     r"""Adam with **decoupled** weight decay and 8-bit state.
 
@@ -39,8 +35,8 @@ class Adam8bit(torch.optim.Optimizer):
     of `block_size` elements, about 2.03 bytes per parameter instead of 8, and updated in FP32 registers.
 
     Args:
-        params: parameters (FP32, BF16 or FP16), named parameters, or param groups. Every option below can also stand
-            in a param group and is saved with it. `state_bits: 32` in a group keeps its state in FP32.
+        params: parameters (FP32, BF16, FP16 or FP8), named parameters, or param groups. Every option below can also
+            stand in a param group and is saved with it. `state_bits: 32` in a group keeps its state in FP32.
         lr: learning rate; a float or a 0-dim tensor. A tensor on an accelerator needs `capturable`.
         betas: decay rates of the two moments, each in [0, 1).
         eps: added to the denominator. Values below 2^-64 act as 2^-64.
@@ -55,6 +51,16 @@ class Adam8bit(torch.optim.Optimizer):
         block_size: elements per scale: 64, 128 or 256.
         min_8bit_size: parameters with fewer elements keep FP32 state. So do 1-D parameters below 2^20 elements and
             parameters whose rows have fewer than 8 elements.
+        param_rounding: how the new value of a parameter that is not FP32 is rounded to its dtype: "nearest", or
+            "stochastic", which is unbiased, so that small updates add up. None: stochastic for FP8 parameters without
+            `master_bits`, nearest for all others. Reproducible: the random bits are a hash of (`rounding_seed`, step,
+            element), the same on every backend and at any world size.
+        rounding_seed: see above.
+        master_bits: keep parameters that are not FP32 as if they had so many bits: 24 or 32 for BF16 and FP16, 16 or 24
+            for FP8. The bits that the dtype lacks are kept in the state as `param_correction` (int8 or int16).
+        max_grad_norm: clip the gradients of all groups together to this Euclidean norm, as
+            torch.nn.utils.clip_grad_norm_ would before the step, without writing them. The norm is then in
+            `last_grad_norm`.
         backend: None chooses by device. "cpp", "triton" or "reference" insist on one: an error says why if it cannot
             serve.
 
@@ -87,6 +93,10 @@ class Adam8bit(torch.optim.Optimizer):
         codec: str = "adaptive",
         block_size: int = 256,
         min_8bit_size: int = 4096,
+        param_rounding: str | None = None,
+        rounding_seed: int = 0,
+        master_bits: int | None = None,
+        max_grad_norm: float | None = None,
         backend: str | None = None,
         **unsupported: Any,
     ) -> None:
@@ -107,15 +117,18 @@ class Adam8bit(torch.optim.Optimizer):
             block_size=block_size,
             min_8bit_size=min_8bit_size,
             state_bits=8,
+            param_rounding=param_rounding,
+            rounding_seed=rounding_seed,
+            master_bits=master_bits,
+            max_grad_norm=max_grad_norm,
             backend=backend,
             state_format=state_of.STATE_FORMAT,
         )
-        self._plan: StepPlan | None = None
-        self._plan_options: list[tuple] = []
-        self._frozen: dict[int, tuple] = {}
-        self._nonfinite: dict[torch.device, Tensor] = {}
         options.check(defaults, "the defaults")
+        self._nonfinite: dict[torch.device, Tensor] = {}
+        self._in_backward: Any = None
         super().__init__(params, defaults)
+        self._planner = Planner(self)
 
     # -- param groups and pickling ------------------------------------------------------------------------------------
 
@@ -129,8 +142,8 @@ class Adam8bit(torch.optim.Optimizer):
         try:
             for i, p in enumerate(group["params"]):
                 if p.requires_grad:
-                    _check_param(p, options.parameter_name(group, number, i))
-        except TypeError:
+                    check_param(p, group, options.parameter_name(group, number, i))
+        except (TypeError, ValueError):
             del self.param_groups[number]
             raise
 
@@ -139,15 +152,12 @@ class Adam8bit(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None
-        self._plan_options = []
-        self._frozen = {}
         self.__dict__.setdefault("_nonfinite", {})
-        for number, group in enumerate(self.param_groups):
+        self.__dict__.setdefault("_in_backward", None)
+        for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
-            if any(self.state.get(p) for p in group["params"]):
-                self._frozen[number] = options.select(group, options.FROZEN_OPTIONS)
+        self._planner = Planner(self)
 
     # -- saving and loading -------------------------------------------------------------------------------------------
 
@@ -195,34 +205,47 @@ class Adam8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # GradScaler sets these two for the duration of the call, as on torch's fused optimizers.
-        self._step(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        if self._in_backward is not None:
+            self._in_backward.finish_step()
+        else:
+            # GradScaler sets these two for the duration of the call, as on torch's fused optimizers.
+            self._step(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return loss
 
     @torch._disable_dynamo
     @torch.no_grad()
-    def _step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _step(self, grad_scale: Tensor | None, found_inf: Tensor | None, only: Tensor | None = None) -> None:
+        """Step all parameters that have gradients, or the one parameter `only`."""
         hyperparameters = [options.hyperparameters(group, i) for i, group in enumerate(self.param_groups)]
+        max_grad_norm = options.max_grad_norm(self.param_groups)
         if found_inf is not None and found_inf.device.type == "cpu":
             if bool(found_inf):
                 return
             found_inf = None
-        plan = self._current_plan(count_on_device=found_inf is not None)
-        for bucket, scalars, table in plan.scalars(hyperparameters):
-            self._run(bucket, scalars, table, grad_scale, found_inf)
+        plan = self._planner.plan(found_inf is not None, only)
+        grads = [bucket.local_grads() for bucket in plan.buckets]
+        grad_factor = None if grad_scale is None else gradients.reciprocal(grad_scale)
+        if max_grad_norm is not None:
+            norm = gradients.global_norm(
+                [(bucket.params, own) for bucket, own in zip(plan.buckets, grads, strict=True)]
+            )
+            self.last_grad_norm, grad_factor = gradients.clip(norm, grad_factor, max_grad_norm)
+        for (bucket, scalars, table), own in zip(plan.scalars(hyperparameters), grads, strict=True):
+            self._run(bucket, own, scalars, table, grad_factor, found_inf)
         for counters in plan.counters:
             counters.advance(found_inf)
 
     def _run(
         self,
         bucket: Bucket,
+        grads: list[Tensor],
         scalars: Tensor,
         table: Tensor,
-        grad_scale: Tensor | None,
+        grad_factor: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
         key = bucket.key
-        params, grads = bucket.local_params(), bucket.local_grads()
+        params = bucket.local_params()
         contiguous = params
         if key.solo is not None:
             contiguous, grads = [p.contiguous() for p in params], [g.contiguous() for g in grads]
@@ -236,13 +259,14 @@ class Adam8bit(torch.optim.Optimizer):
             *bucket.states,
             scalars,
             table,
-            None if grad_scale is None else grad_scale.to(device),
+            None if grad_factor is None else grad_factor.to(device),
             None if found_inf is None else found_inf.to(device),
             self._nonfinite[device],
             key.codec,
             key.block_size,
             key.decoupled_weight_decay,
             key.maximize,
+            key.stochastic_rounding,
         )
         for p, source in zip(params, contiguous, strict=True):
             if source is not p:
@@ -255,96 +279,6 @@ class Adam8bit(torch.optim.Optimizer):
         Reads the counters of all devices, and so waits for them. Steps that GradScaler skips are not counted.
         """
         return sum(int(counter.item()) for counter in self._nonfinite.values())
-
-    # -- the plan -----------------------------------------------------------------------------------------------------
-
-    def _current_plan(self, count_on_device: bool) -> StepPlan:
-        current_options = [options.select(group, options.PLAN_OPTIONS) for group in self.param_groups]
-        plan = self._plan
-        if plan is None or current_options != self._plan_options or not self._plan_holds(plan, count_on_device):
-            plan = self._build_plan(count_on_device)
-            self._plan, self._plan_options = plan, current_options
-        for counters in plan.counters:
-            if counters.largest() >= state_of.MAX_STEP:
-                raise RuntimeError(_STEP_LIMIT)
-        return plan
-
-    def _plan_holds(self, plan: StepPlan, count_on_device: bool) -> bool:
-        entries = iter(plan.entries)
-        state = self.state
-        for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                grad = p.grad
-                if grad is None:
-                    continue
-                entry = next(entries, None)
-                if entry is None or not entry.holds(p, grad, number, state.get(p)):
-                    return False
-                if count_on_device and p.device.type != "cpu" and entry.state["step"].device.type == "cpu":
-                    return False
-        return next(entries, None) is None
-
-    def _build_plan(self, count_on_device: bool) -> StepPlan:
-        """Check everything, then allocate the state that is missing."""
-        entries: list[Entry] = []
-        keys: list[BucketKey] = []
-        frozen = dict(self._frozen)
-        seen: set[Tensor] = set()
-        for number, group in enumerate(self.param_groups):
-            options.check(group, f"param group {number}")
-            for i, p in enumerate(group["params"]):
-                if p.grad is None or p in seen:
-                    continue
-                seen.add(p)
-                name = options.parameter_name(group, number, i)
-                _check_param(p, name)
-                _check_grad(p.grad, name)
-                current = options.select(group, options.FROZEN_OPTIONS)
-                if frozen.setdefault(number, current) != current:
-                    raise ValueError(options.describe_changes(number, frozen[number], current))
-                own = self.state.get(p) or {}
-                on_device = group["capturable"] or (p.device.type != "cpu" and count_on_device)
-                if own:
-                    if message := state_of.structural_error(own, p, group):
-                        raise ValueError(f"the state of {name} {message}")
-                    step = own["step"]
-                    if not isinstance(step, Tensor):
-                        own = own | {"step": torch.tensor(float(step))}
-                    elif step.device.type != "cpu":
-                        on_device = True
-                    elif float(step) >= state_of.MAX_STEP:
-                        raise RuntimeError(_STEP_LIMIT)
-                    for tensor_name, tensor in own.items():
-                        if tensor_name != "step" and tensor.device != p.device:
-                            raise RuntimeError(
-                                f"{tensor_name} of {name} is on {tensor.device}, the parameter on {p.device}: move the "
-                                "model before the first step, or load the state again after moving it"
-                            )
-                key = BucketKey(
-                    group["backend"],
-                    p.device,
-                    p.dtype,
-                    p.grad.dtype,
-                    state_of.codec_of_parameter(p, group),
-                    group["block_size"],
-                    group["decoupled_weight_decay"],
-                    group["maximize"],
-                    group["amsgrad"],
-                    on_device,
-                    None,
-                )
-                backends.select(key.device, key.backend)
-                entry = Entry(p, p.grad, number, own)
-                keys.append(key if entry.contiguous else key._replace(solo=len(entries)))
-                entries.append(entry)
-        for entry in entries:
-            if not entry.state:
-                entry.state = state_of.allocate(entry.p, self.param_groups[entry.group])
-        plan = StepPlan(entries, keys)
-        for entry in entries:
-            self.state[entry.p] = entry.state
-        self._frozen = frozen
-        return plan
 
 
 class AdamW8bit(Adam8bit):
@@ -366,25 +300,3 @@ class AdamW8bit(Adam8bit):
         if "decoupled_weight_decay" in others:
             raise TypeError("AdamW8bit always decouples weight decay; Adam8bit takes decoupled_weight_decay")
         super().__init__(params, lr, betas, eps, weight_decay, **others)
-
-
-def _check_param(p: Tensor, name: str) -> None:
-    if p.dtype not in PARAM_DTYPES:
-        raise TypeError(
-            f"{name} has dtype {p.dtype}: fused8 updates float32, bfloat16 and float16 parameters. Convert it, or give "
-            "it to an optimizer of torch.optim"
-        )
-    if p.layout is not torch.strided:
-        raise TypeError(f"{name} has layout {p.layout}: fused8 updates dense parameters")
-    if message := sharding.refusal(p):
-        raise TypeError(f"{name} {message}")
-
-
-def _check_grad(grad: Tensor, name: str) -> None:
-    if grad.layout is not torch.strided:
-        raise TypeError(
-            f"the gradient of {name} is sparse ({grad.layout}): fused8 takes dense gradients. Use sparse=False in the "
-            "embedding, or torch.optim.SparseAdam for this parameter"
-        )
-    if grad.dtype not in PARAM_DTYPES:
-        raise TypeError(f"the gradient of {name} has dtype {grad.dtype}: fused8 takes float32, bfloat16 and float16")

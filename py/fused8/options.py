@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import backends
@@ -14,12 +15,12 @@ from .state import BLOCK_SIZES
 from .step_plan import Hyperparameters
 
 # Options that decide what a state tensor means: fixed once a group has state.
-FROZEN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "amsgrad")
+FROZEN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "amsgrad", "master_bits")
 # Options that stay the optimizer's own when a state is loaded: the frozen ones that a file cannot change by itself,
 # and the backend, which belongs to a machine.
-OWN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "backend")
+OWN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "master_bits", "max_grad_norm", "backend")
 # Options that decide how tensors are grouped and served.
-PLAN_OPTIONS = (*FROZEN_OPTIONS, "maximize", "decoupled_weight_decay", "capturable", "backend")
+PLAN_OPTIONS = (*FROZEN_OPTIONS, "maximize", "decoupled_weight_decay", "capturable", "param_rounding", "backend")
 
 
 def select(group: Mapping[str, Any], names: tuple[str, ...]) -> tuple:
@@ -70,6 +71,12 @@ def check(group: Mapping[str, Any], where: str) -> None:
     min_8bit_size = group["min_8bit_size"]
     require(isinstance(min_8bit_size, int) and min_8bit_size >= 0, "min_8bit_size", "an integer >= 0")
     require(group["state_bits"] in (8, 32), "state_bits", "8 or 32")
+    require(group["param_rounding"] in (None, "nearest", "stochastic"), "param_rounding", "nearest or stochastic")
+    seed = group["rounding_seed"]
+    require(isinstance(seed, int) and not isinstance(seed, bool), "rounding_seed", "an integer")
+    require(group["master_bits"] in (None, 16, 24, 32), "master_bits", "None, 16, 24 or 32")
+    limit = group["max_grad_norm"]
+    require(limit is None or (_is_number(limit) and 0 < limit < math.inf), "max_grad_norm", "None or a number > 0")
     require(
         group["backend"] in (None, *backends.BACKENDS),
         "backend",
@@ -97,4 +104,21 @@ def hyperparameters(group: Mapping[str, Any], number: int) -> Hyperparameters:
         float(group["eps"]),
         float(group["weight_decay"]),
         group["decoupled_weight_decay"],
+        group["rounding_seed"],
     )
+
+
+def rounds_stochastically(dtype: torch.dtype, group: Mapping[str, Any]) -> bool:
+    if dtype == torch.float32:
+        return False
+    if group["param_rounding"] is None:
+        return dtype.itemsize == 1 and group["master_bits"] is None
+    return group["param_rounding"] == "stochastic"
+
+
+def max_grad_norm(groups: Sequence[Mapping[str, Any]]) -> float | None:
+    """The one limit of all groups: the norm is taken over all of them together."""
+    limits = {group["max_grad_norm"] for group in groups}
+    if len(limits) > 1:
+        raise ValueError(f"max_grad_norm is one number for all param groups, got {sorted(map(str, limits))}")
+    return limits.pop() if limits else None

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from . import formats
 from .codecs import ABS_MAX_GRAD, CODECS, FP32, Encoded
 
 CHUNK_ELEMENTS = 1 << 22  # temporaries are FP32 and several; this bounds them to about 300 MB
@@ -39,9 +40,8 @@ class Scalars:
             self.inv_bias_correction2_sqrt,
             self.decay,
             self.weight_decay,
-            _,
-        ) = row[:10].unbind()
-        self.time_offset = row[9:10].view(torch.int32)[0].to(torch.int64) & 0xFFFFFFFF
+        ) = row[:9].unbind()
+        self.time_offset, self.rounding_key = (row[9:11].view(torch.int32).to(torch.int64) & 0xFFFFFFFF).unbind()
 
 
 def adam_update(
@@ -91,15 +91,17 @@ def adam_step(
     exp_avg_sq_scale: Sequence[Tensor],
     max_exp_avg_sq: Sequence[Tensor],
     max_exp_avg_sq_scale: Sequence[Tensor],
+    param_correction: Sequence[Tensor],
     scalars: Tensor,
     table: Tensor,
-    grad_scale: Tensor | None,
+    grad_factor: Tensor | None,
     found_inf: Tensor | None,
     nonfinite: Tensor,
     codec: str,
     block_size: int,
     decoupled_weight_decay: bool,
     maximize: bool,
+    stochastic_rounding: bool,
 ) -> None:
     """The step of one bucket, in place. Arguments as in the schema of `fused8::adam_step_` (ops.py).
 
@@ -119,9 +121,11 @@ def adam_step(
             scales.append(max_exp_avg_sq_scale[i])
         states = [_rows(state) for state in states]
         for rows in _row_chunks(*p_rows.shape):
-            p, g = p_rows[rows].float(), g_rows[rows].float()
-            if grad_scale is not None:
-                g = g * (torch.ones_like(grad_scale) / grad_scale).float()
+            correction = _rows(param_correction[i])[rows] if param_correction else None
+            p, g = formats.decode(p_rows[rows], correction), g_rows[rows].float()
+            index = _element_index(p.shape, rows.start, row0, col0, global_inner, p.device)
+            if grad_factor is not None:
+                g = g * grad_factor
             if maximize:
                 g = -g
             if not decoupled_weight_decay:
@@ -133,12 +137,31 @@ def adam_step(
             if codec == FP32:
                 new_p = _step_fp32(p, g, chunk_states, s)
             else:
-                columns = torch.arange(p.shape[1], device=p.device)
-                row_numbers = torch.arange(rows.start, rows.stop, device=p.device).unsqueeze(1)
-                index = ((row0 + row_numbers) * global_inner + col0 + columns) & 0xFFFFFFFF
                 chunk_scales = [scale[rows] for scale in scales]
                 new_p = _step_8bit(p, g, chunk_states, chunk_scales, index, s, codec, block_size)
-            p_rows[rows] = new_p.to(p_rows.dtype)
+            _store_param(p_rows[rows], correction, new_p, index, s, stochastic_rounding)
+
+
+def _element_index(
+    shape: torch.Size, first_row: int, row0: int, col0: int, global_inner: int, device: torch.device
+) -> Tensor:
+    """The global row-major index of each element of some rows, modulo 2^32."""
+    row_numbers = torch.arange(first_row, first_row + shape[0], device=device).unsqueeze(1)
+    return ((row0 + row_numbers) * global_inner + col0 + torch.arange(shape[1], device=device)) & 0xFFFFFFFF
+
+
+def _store_param(
+    stored: Tensor, correction: Tensor | None, p: Tensor, index: Tensor, s: Scalars, stochastic_rounding: bool
+) -> None:
+    if stored.dtype == torch.float32:
+        stored.copy_(p)
+        return
+    extra = 0 if correction is None else 8 * correction.element_size()
+    random = formats.random_bits(index, s.rounding_key) if stochastic_rounding else None
+    new, new_correction = formats.encode(p, stored.dtype, extra, random)
+    stored.copy_(new)
+    if correction is not None and new_correction is not None:
+        correction.copy_(new_correction)
 
 
 def _step_fp32(p: Tensor, g: Tensor, states: list[Tensor], s: Scalars) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .codecs import ABS_MAX_GRAD, CODECS, FP32, Encoded
+from .formats import CORRECTION_DTYPES
 from .sharding import local, placed_like, rows_and_inner, shard_of
 
 STATE_FORMAT = 1  # what a saved group's `state_format` says; raised when the meaning of the tensors changes
@@ -48,10 +49,21 @@ def codec_of_parameter(p: Tensor, group: Mapping[str, Any]) -> str:
     return codec_of(p.shape, group, shard_of(p, group["block_size"]).keeps_blocks)
 
 
-def state_specs(shape: Sequence[int], group: Mapping[str, Any], keeps_blocks: bool = True) -> dict[str, TensorSpec]:
+def correction_bits(dtype: torch.dtype, group: Mapping[str, Any]) -> int:
+    """How many bits are kept beside a parameter of this dtype: 0, 8 or 16."""
+    if group["master_bits"] is None or dtype == torch.float32:
+        return 0
+    return group["master_bits"] - 8 * dtype.itemsize
+
+
+def state_specs(
+    shape: Sequence[int], group: Mapping[str, Any], keeps_blocks: bool = True, dtype: torch.dtype = torch.float32
+) -> dict[str, TensorSpec]:
     """Name -> dtype, (global) shape and initial value of each state tensor of a parameter, `step` included."""
     shape = tuple(shape)
     specs = {"step": TensorSpec(torch.float32, ())}
+    if extra := correction_bits(dtype, group):
+        specs["param_correction"] = TensorSpec(CORRECTION_DTYPES[extra], shape)
     codec_name = codec_of(shape, group, keeps_blocks)
     if codec_name == FP32:
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
@@ -67,7 +79,7 @@ def state_specs(shape: Sequence[int], group: Mapping[str, Any], keeps_blocks: bo
 
 
 def specs_of_parameter(p: Tensor, group: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    return state_specs(p.shape, group, shard_of(p, group["block_size"]).keeps_blocks)
+    return state_specs(p.shape, group, shard_of(p, group["block_size"]).keeps_blocks, p.dtype)
 
 
 def allocate(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:

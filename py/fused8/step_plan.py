@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from .codecs import time_offset
+from .formats import rounding_key, rounding_keys
 from .sharding import is_dtensor, local, local_grad, shard_of
 
 SMALLEST_EPS = 2.0**-64  # eps is raised to it, so that 0 / 0 cannot occur
 
-# One FP32 row of scalars per distinct (param group, step). Every kernel reads the same columns. `time_offset` holds the
-# 32 bits of an integer, not a float value.
+# One FP32 row of scalars per distinct (param group, step). Every kernel reads the same columns. The columns
+# from `time_offset` on hold the 32 bits of an integer, not a float value.
 SCALAR_COLUMNS = (
     "beta1",
     "one_minus_beta1",
@@ -32,9 +33,10 @@ SCALAR_COLUMNS = (
     "decay",
     "weight_decay",
     "time_offset",
+    "rounding_key",
 )
 SCALAR_WIDTH = 16  # columns per row, the rest zero: 64 bytes, one cache line
-TIME_OFFSET_COLUMN = SCALAR_COLUMNS.index("time_offset")
+FIRST_INTEGER_COLUMN = SCALAR_COLUMNS.index("time_offset")
 
 # One int64 row per tensor: its row of scalars, and where its elements lie in the global parameter.
 TABLE_COLUMNS = ("scalar_row", "row0", "col0", "global_inner")
@@ -49,10 +51,11 @@ class Hyperparameters(NamedTuple):
     eps: float
     weight_decay: float
     decoupled_weight_decay: bool
+    rounding_seed: int = 0
 
 
 def scalar_row(h: Hyperparameters, step: int) -> list[float]:
-    """The scalars of one (group, step) in float64; `step` is 1 at the first step. The last column is an integer."""
+    """The scalars of one (group, step) in float64; `step` is 1 at the first step. The last two are integers."""
     lr = float(h.lr)
     return [
         h.beta1,
@@ -65,6 +68,7 @@ def scalar_row(h: Hyperparameters, step: int) -> list[float]:
         1 - lr * h.weight_decay if h.decoupled_weight_decay else 1.0,
         0.0 if h.decoupled_weight_decay else h.weight_decay,
         time_offset(step),
+        rounding_key(h.rounding_seed, step),
     ]
 
 
@@ -73,7 +77,7 @@ def scalar_table(rows: Sequence[list[float]]) -> Tensor:
     padding = [0.0] * (SCALAR_WIDTH - len(SCALAR_COLUMNS))
     values = torch.tensor([row + padding for row in rows], dtype=torch.float64)
     table = values.float()
-    table.view(torch.int32)[:, TIME_OFFSET_COLUMN] = values[:, TIME_OFFSET_COLUMN].to(torch.int64)
+    table.view(torch.int32)[:, FIRST_INTEGER_COLUMN:] = values[:, FIRST_INTEGER_COLUMN:].to(torch.int64)
     return table
 
 
@@ -101,8 +105,10 @@ def fill_scalar_table(table: Tensor, h: Hyperparameters, step: Tensor) -> None:
     for name, value in columns.items():
         column = table[:, SCALAR_COLUMNS.index(name)]
         column.copy_(value) if isinstance(value, Tensor) else column.fill_(value)
-    offsets = (step.to(torch.int64) * time_offset(1)) & 0xFFFFFFFF
-    table.view(torch.int32)[:, TIME_OFFSET_COLUMN] = offsets.to(torch.int32)
+    whole_steps = step.to(torch.int64)
+    offsets = (whole_steps * time_offset(1)) & 0xFFFFFFFF
+    for i, column in enumerate((offsets, rounding_keys(h.rounding_seed, whole_steps))):
+        table.view(torch.int32)[:, FIRST_INTEGER_COLUMN + i] = column.to(torch.int32)
 
 
 class BucketKey(NamedTuple):
@@ -117,6 +123,8 @@ class BucketKey(NamedTuple):
     decoupled_weight_decay: bool
     maximize: bool
     amsgrad: bool
+    correction_bits: int
+    stochastic_rounding: bool
     steps_on_device: bool
     solo: int | None
     """The position of a tensor that needs a contiguous temporary, and so goes alone; otherwise None."""
@@ -226,6 +234,7 @@ class Bucket:
         "exp_avg_sq_scale",
         "max_exp_avg_sq",
         "max_exp_avg_sq_scale",
+        "param_correction",
     )
 
     def __init__(self, key: BucketKey, entries: list[Entry], counters: StepCounters, slots: list[int]) -> None:

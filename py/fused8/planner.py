@@ -1,0 +1,167 @@
+"""Find the parameters that take part in a step, check them, and keep the plan of the last step while it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends, options, sharding
+from . import state as state_of
+from .formats import CORRECTION_DTYPES, FORMATS
+from .step_plan import BucketKey, Entry, StepPlan
+
+PARAM_DTYPES = (torch.float32, *FORMATS)
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_STEP_LIMIT = "the optimizer has made 2^24 steps; a float32 step counter cannot count further"
+
+
+class Planner:
+    """Plans the steps of one optimizer, of all its parameters or of a single one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._plans: dict[Tensor | None, tuple[list[tuple], StepPlan]] = {}
+        self._frozen: dict[int, tuple] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            if any(optimizer.state.get(p) for p in group["params"]):
+                self._frozen[number] = options.select(group, options.FROZEN_OPTIONS)
+
+    def plan(self, count_on_device: bool, only: Tensor | None = None) -> StepPlan:
+        """The plan of the next step, of the one parameter `only` if it is given.
+
+        `count_on_device` moves the step counters of parameters on an accelerator there.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: before any state is changed.
+        """
+        current_options = [options.select(group, options.PLAN_OPTIONS) for group in self._optimizer.param_groups]
+        known_options, plan = self._plans.get(only, (None, None))
+        if plan is None or current_options != known_options or not self._holds(plan, count_on_device, only):
+            plan = self._build(count_on_device, only)
+            self._plans[only] = (current_options, plan)
+        for counters in plan.counters:
+            if counters.largest() >= state_of.MAX_STEP:
+                raise RuntimeError(_STEP_LIMIT)
+        return plan
+
+    def _participants(self, only: Tensor | None) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Group number, position, parameter and gradient of each parameter that has a gradient."""
+        for number, group in enumerate(self._optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None and (only is None or p is only):
+                    yield number, i, p, p.grad
+
+    def _holds(self, plan: StepPlan, count_on_device: bool, only: Tensor | None) -> bool:
+        entries = iter(plan.entries)
+        state = self._optimizer.state
+        for number, _, p, grad in self._participants(only):
+            entry = next(entries, None)
+            if entry is None or not entry.holds(p, grad, number, state.get(p)):
+                return False
+            if count_on_device and p.device.type != "cpu" and entry.state["step"].device.type == "cpu":
+                return False
+        return next(entries, None) is None
+
+    def _build(self, count_on_device: bool, only: Tensor | None) -> StepPlan:
+        """Check everything, then allocate the state that is missing."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        for number, group in enumerate(groups):
+            options.check(group, f"param group {number}")
+        entries: list[Entry] = []
+        keys: list[BucketKey] = []
+        frozen = dict(self._frozen)
+        seen: set[Tensor] = set()
+        for number, i, p, grad in self._participants(only):
+            if p in seen:
+                continue
+            seen.add(p)
+            group = groups[number]
+            name = options.parameter_name(group, number, i)
+            check_param(p, group, name)
+            _check_grad(grad, name)
+            current = options.select(group, options.FROZEN_OPTIONS)
+            if frozen.setdefault(number, current) != current:
+                raise ValueError(options.describe_changes(number, frozen[number], current))
+            own = state.get(p) or {}
+            if own:
+                own = _checked_state(own, p, group, name)
+            on_device = group["capturable"] or (p.device.type != "cpu" and count_on_device)
+            on_device |= bool(own) and own["step"].device.type != "cpu"
+            entry = Entry(p, grad, number, own)
+            key = BucketKey(
+                group["backend"],
+                p.device,
+                p.dtype,
+                grad.dtype,
+                state_of.codec_of_parameter(p, group),
+                group["block_size"],
+                group["decoupled_weight_decay"],
+                group["maximize"],
+                group["amsgrad"],
+                state_of.correction_bits(p.dtype, group),
+                options.rounds_stochastically(p.dtype, group),
+                on_device,
+                None if entry.contiguous else len(entries),
+            )
+            backends.select(key.device, key.backend)
+            keys.append(key)
+            entries.append(entry)
+        for entry in entries:
+            if not entry.state:
+                entry.state = state_of.allocate(entry.p, groups[entry.group])
+        plan = StepPlan(entries, keys)
+        for entry in entries:
+            state[entry.p] = entry.state
+        self._frozen = frozen
+        return plan
+
+
+def _checked_state(own: dict[str, Any], p: Tensor, group: dict[str, Any], name: str) -> dict[str, Any]:
+    if message := state_of.structural_error(own, p, group):
+        raise ValueError(f"the state of {name} {message}")
+    if not isinstance(own["step"], Tensor):
+        own = own | {"step": torch.tensor(float(own["step"]))}
+    if own["step"].device.type == "cpu" and float(own["step"]) >= state_of.MAX_STEP:
+        raise RuntimeError(_STEP_LIMIT)
+    for tensor_name, tensor in own.items():
+        if tensor_name != "step" and tensor.device != p.device:
+            raise RuntimeError(
+                f"{tensor_name} of {name} is on {tensor.device}, the parameter on {p.device}: move the model before "
+                "the first step, or load the state again after moving it"
+            )
+    return own
+
+
+def check_param(p: Tensor, group: dict[str, Any], name: str) -> None:
+    """Raise TypeError or ValueError if the parameter cannot be updated with the options of its group."""
+    if p.dtype not in PARAM_DTYPES:
+        raise TypeError(
+            f"{name} has dtype {p.dtype}: fused8 updates parameters of float32, bfloat16, float16, float8_e4m3fn and "
+            "float8_e5m2. Convert it, or give it to an optimizer of torch.optim"
+        )
+    if p.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {p.layout}: fused8 updates dense parameters")
+    if message := sharding.refusal(p):
+        raise TypeError(f"{name} {message}")
+    if group["master_bits"] is not None and p.dtype != torch.float32:
+        extra = group["master_bits"] - 8 * p.dtype.itemsize
+        if extra not in CORRECTION_DTYPES:
+            possible = [8 * p.dtype.itemsize + bits for bits in CORRECTION_DTYPES]
+            raise ValueError(
+                f"{name} has dtype {p.dtype}, which master_bits={group['master_bits']} does not fit: it can have "
+                f"{' or '.join(map(str, possible))}"
+            )
+
+
+def _check_grad(grad: Tensor, name: str) -> None:
+    if grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {name} is sparse ({grad.layout}): fused8 takes dense gradients. Use sparse=False in the "
+            "embedding, or torch.optim.SparseAdam for this parameter"
+        )
+    if grad.dtype not in GRAD_DTYPES:
+        raise TypeError(f"the gradient of {name} has dtype {grad.dtype}: fused8 takes float32, bfloat16 and float16")
