@@ -1,0 +1,338 @@
+"""Parameters of 16 and 8 bits: stochastic rounding, extra mantissa bits, FP8; clipping; stepping in backward."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import fused8
+from fused8 import AdamW8bit
+
+from .support import (
+    assert_same_bits,
+    assert_same_optimizers,
+    bits,
+    make_parameters,
+    parameters,
+    set_gradients,
+)
+
+SHAPES = ((16, 256), (5, 300), (64,), ())
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def stepped(dtype, steps=10, grad_dtype=torch.float32, shapes=SHAPES, **options):
+    params = make_parameters(shapes, dtype)
+    optimizer = AdamW8bit(params, **{"min_8bit_size": 0, "lr": 1e-3} | options)
+    return advance(optimizer, 1, steps, grad_dtype)
+
+
+def advance(optimizer, first, last, grad_dtype=torch.float32):
+    for step in range(first, last + 1):
+        set_gradients(parameters(optimizer), step, grad_dtype)
+        optimizer.step()
+    return optimizer
+
+
+# -- rounding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_updates_add_up_only_when_rounded_stochastically(dtype):
+    """1000 steps of 1/64 of a code: to nearest nothing moves; stochastically the mean moves as it should. The mean of
+    n elements after k steps has a standard error of at most sqrt(k / n) / 2 codes."""
+    code = torch.finfo(dtype).eps
+    n, k = 64 * 256, 1000
+    moved = {}
+    for rounding in ("nearest", "stochastic"):
+        p = torch.nn.Parameter(torch.full((64, 256), 1.5, dtype=dtype))
+        optimizer = AdamW8bit([p], lr=code / 64, weight_decay=0.0, param_rounding=rounding)
+        for _ in range(k):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        moved[rounding] = (1.5 - p.double().mean().item()) / code
+    assert moved["nearest"] == 0
+    assert moved["stochastic"] == pytest.approx(k / 64, abs=5 * 0.5 * math.sqrt(k / n) + 0.01)
+
+
+def test_weight_decay_is_part_of_what_is_rounded():
+    """Decay alone, far below one code per step, shrinks a stochastically rounded parameter."""
+    p = torch.nn.Parameter(torch.full((64, 256), 1.5, dtype=torch.bfloat16))
+    optimizer = AdamW8bit([p], lr=1e-3, weight_decay=0.1, param_rounding="stochastic")
+    for _ in range(500):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert p.double().mean().item() == pytest.approx(1.5 * (1 - 1e-4) ** 500, abs=1e-3)
+
+
+def test_rounding_is_reproducible_and_seeded():
+    options = dict(param_rounding="stochastic")
+    a = stepped(torch.bfloat16, **options)
+    assert_same_optimizers(a, stepped(torch.bfloat16, **options), "again")
+    b = stepped(torch.bfloat16, rounding_seed=1, **options)
+    assert not torch.equal(parameters(a)[0], parameters(b)[0])
+    with pytest.raises(ValueError, match="param_rounding"):
+        AdamW8bit(make_parameters([(2,)]), param_rounding="up")
+
+
+def test_rounding_does_not_touch_fp32():
+    assert_same_optimizers(
+        stepped(torch.float32, param_rounding="stochastic"), stepped(torch.float32), "FP32 has nothing to round"
+    )
+
+
+# -- extra mantissa bits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["adaptive", "dynamic", "e4m3"])
+def test_bfloat16_with_32_bits_is_fp32_bit_for_bit(codec):
+    """The same gradients give an FP32 parameter and a BF16 parameter with 16 more bits the same values."""
+    start = [p.detach().bfloat16().float() for p in make_parameters(SHAPES)]
+    full = AdamW8bit([torch.nn.Parameter(p.clone()) for p in start], min_8bit_size=0, codec=codec)
+    split = AdamW8bit(
+        [torch.nn.Parameter(p.bfloat16()) for p in start], min_8bit_size=0, codec=codec, master_bits=32
+    )
+    advance(full, 1, 10)
+    advance(split, 1, 10)
+    for p, q in zip(parameters(full), parameters(split), strict=True):
+        master = fused8.formats.decode(q.detach(), split.state[q]["param_correction"])
+        assert_same_bits(master, p.detach(), codec)
+        assert_same_bits(split.state[q]["exp_avg"], full.state[p]["exp_avg"], codec)
+
+
+@pytest.mark.parametrize("dtype, master_bits", [(torch.bfloat16, 24), (torch.float16, 24), (torch.float16, 32)])
+def test_extra_bits_follow_fp32(dtype, master_bits):
+    """Each step rounds the parameter once, by at most half of the last extra bit: 200 steps stay within 100 of them
+    (and what the changed parameters change by themselves is nothing: the gradients are given)."""
+    start = make_parameters([(16, 256)])[0].detach().clamp(-2, 2).to(dtype).float()
+    full, split = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.to(dtype))
+    a = AdamW8bit([full], lr=1e-4, weight_decay=0.0)
+    b = AdamW8bit([split], lr=1e-4, weight_decay=0.0, master_bits=master_bits)
+    split.grad_dtype = None
+    for _ in range(200):
+        full.grad = torch.randn(16, 256)
+        split.grad = full.grad.clone()
+        a.step()
+        b.step()
+    master = fused8.formats.decode(split.detach(), b.state[split]["param_correction"])
+    last_bit = torch.finfo(dtype).eps * 2.0 ** (16 - master_bits) * 4  # numbers up to 4
+    assert (master - full).abs().max() <= 100 * last_bit + 200 * 2.0**-23
+    assert (split.float() - full).abs().max() <= torch.finfo(dtype).eps * 2 + 100 * last_bit
+
+
+def test_extra_bits_are_saved_and_resumed():
+    for options in (dict(master_bits=24), dict(master_bits=32), dict(master_bits=24, param_rounding="stochastic")):
+        a = stepped(torch.bfloat16, steps=4, **options)
+        b = AdamW8bit(make_parameters(SHAPES, torch.bfloat16), min_8bit_size=0, **options)
+        with torch.no_grad():
+            for p, q in zip(parameters(a), parameters(b), strict=True):
+                q.copy_(p)
+        b.load_state_dict(copy.deepcopy(a.state_dict()))
+        assert_same_optimizers(advance(a, 5, 8), advance(b, 5, 8), str(options))
+
+
+def test_master_bits_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="parameter 0 of group 0.*24 or 32"):
+        AdamW8bit(make_parameters([(2, 2)], torch.bfloat16), master_bits=16)
+    with pytest.raises(ValueError, match="16 or 24"):
+        AdamW8bit(make_parameters([(2, 2)], torch.float8_e4m3fn), master_bits=32)
+    with pytest.raises(ValueError, match="master_bits"):
+        AdamW8bit(make_parameters([(2, 2)]), master_bits=8)
+    optimizer = stepped(torch.bfloat16, steps=1)
+    optimizer.param_groups[0]["master_bits"] = 24
+    set_gradients(parameters(optimizer), 2)
+    with pytest.raises(ValueError, match="cannot change master_bits"):
+        optimizer.step()
+
+
+def test_memory_of_extra_bits():
+    (p,) = make_parameters([(64, 256)], torch.bfloat16)
+    for master_bits, per_parameter in ((None, 2), (24, 3), (32, 4)):
+        optimizer = AdamW8bit([p], master_bits=master_bits)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        codes = [t for name, t in optimizer.state[p].items() if not name.endswith("_scale") and name != "step"]
+        assert sum(t.numel() * t.element_size() for t in codes) == per_parameter * p.numel()
+
+
+# -- FP8 parameters ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, dict(param_rounding="nearest"), dict(master_bits=16), dict(master_bits=24)])
+@pytest.mark.parametrize("dtype", FP8)
+def test_fp8_parameters_move_towards_a_target(dtype, options):
+    """A regression to a target by its own gradient: far below one code per step, so only unbiased rounding or extra
+    bits get there; rounded to nearest the parameter stays where it was."""
+    target = torch.full((64, 256), 1.3)
+    p = torch.nn.Parameter(torch.full((64, 256), 1.0).to(dtype))
+    p.grad_dtype = None
+    optimizer = AdamW8bit([p], lr=2e-3, weight_decay=0.0, **options)
+    for _ in range(600):
+        p.grad = p.detach().float() - target
+        optimizer.step()
+    error = (p.detach().float() - target).mean().abs().item()
+    if options.get("param_rounding") == "nearest":
+        assert bool((p.detach().float() == 1.0).all())
+    else:
+        assert error < torch.finfo(dtype).eps / 2
+
+
+# -- clipping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clipping_equals_clip_grad_norm(max_norm):
+    """The factor is one FP32 number either way; the norms may differ in the last bits (the order of summation), and
+    each gradient element is rounded once more in clip_grad_norm_. An update moves by lr * O(relative change of g):
+    20 steps * lr * 16 * 2^-24, and a little for the codes that this tips over is avoided with 32-bit state."""
+    a, b = (make_parameters(((16, 256), (300,))) for _ in range(2))
+    ours = AdamW8bit([{"params": a[:1]}, {"params": a[1:]}], max_grad_norm=max_norm)
+    ours.param_groups[0]["state_bits"] = ours.param_groups[1]["state_bits"] = 32
+    theirs = AdamW8bit([{"params": b, "state_bits": 32}])
+    for _ in range(20):
+        for p, q in zip(a, b, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        before = [p.grad.clone() for p in a]
+        norm = torch.nn.utils.clip_grad_norm_(b, max_norm)
+        ours.step()
+        theirs.step()
+        assert ours.last_grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+        assert all(torch.equal(p.grad, g) for p, g in zip(a, before, strict=True))
+    for p, q in zip(a, b, strict=True):
+        assert (p - q).abs().max() <= 20 * 1e-3 * 16 * 2**-20
+
+
+def test_a_norm_that_is_not_finite_gives_a_zero_gradient():
+    a, b = stepped(torch.float32, max_grad_norm=1.0, shapes=((16, 256),)), None
+    b = copy.deepcopy(a)
+    (p,), (q,) = parameters(a), parameters(b)
+    p.grad, q.grad = torch.randn(16, 256), torch.zeros(16, 256)
+    p.grad[0, 0] = float("nan")
+    count = a.nonfinite_count()
+    a.step()
+    b.step()
+    assert_same_bits(p.detach(), q.detach(), "zero gradient")
+    assert a.nonfinite_count() == count + 1 and a.last_grad_norm.isnan()
+
+
+def test_groups_agree_on_the_norm():
+    a, b = make_parameters(((2, 2), (2, 2)))
+    optimizer = AdamW8bit([{"params": [a]}, {"params": [b], "max_grad_norm": 1.0}])
+    a.grad = torch.ones(2, 2)
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        optimizer.step()
+
+
+def test_clipping_unscales_first():
+    a, b = make_parameters(((16, 256),)), make_parameters(((16, 256),))
+    scaled, plain = AdamW8bit(a, max_grad_norm=0.5), AdamW8bit(b, max_grad_norm=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for step in range(1, 4):
+        g = torch.randn(16, 256, generator=torch.Generator().manual_seed(step))
+        a[0].grad, b[0].grad = scaler.scale(g), g
+        scaler.step(scaled)
+        scaler.update()
+        plain.step()
+        assert scaled.last_grad_norm.item() == pytest.approx(plain.last_grad_norm.item(), rel=1e-6)
+    assert_same_optimizers(scaled, plain, "scaled and clipped")  # the scale is a power of two
+
+
+# -- stepping in backward ---------------------------------------------------------------------------------------------
+
+
+def tied_model():
+    torch.manual_seed(3)
+    model = torch.nn.ModuleDict(
+        {
+            "embedding": torch.nn.Embedding(50, 64),
+            "a": torch.nn.Linear(64, 64),
+            "b": torch.nn.Linear(64, 64, dtype=torch.float32),
+            "head": torch.nn.Linear(64, 50, bias=False),
+        }
+    )
+    model["head"].weight = model["embedding"].weight
+    tokens = torch.randint(0, 50, (8, 16))
+
+    def loss():
+        x = torch.utils.checkpoint.checkpoint(model["a"], model["embedding"](tokens), use_reentrant=False)
+        return torch.nn.functional.cross_entropy(model["head"](model["b"](x.relu())).flatten(0, 1), tokens.flatten())
+
+    return model, loss
+
+
+def test_stepping_in_backward_gives_the_same_bits():
+    optimizers = []
+    for in_backward in (False, True):
+        model, loss_of = tied_model()
+        optimizer = AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        handle = fused8.step_in_backward(optimizer) if in_backward else None
+        for _ in range(6):
+            loss_of().backward()
+            assert all(p.grad is None for p in model.parameters()) is in_backward
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        if handle is not None:
+            handle.remove()
+            loss_of().backward()
+            assert all(p.grad is not None for p in model.parameters())
+            optimizer.zero_grad()
+        optimizers.append(optimizer)
+    assert_same_optimizers(*optimizers, "in backward")
+
+
+def test_gradients_never_exist_all_at_once():
+    """What is alive of gradients at any time is at most two layers' worth, although there are 20 layers."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(20)))
+    optimizer = AdamW8bit(model.parameters())
+    fused8.step_in_backward(optimizer)
+    alive, peak = 0, 0
+
+    def count(p):
+        nonlocal peak
+        peak = max(peak, sum(q.grad.numel() * 4 for q in model.parameters() if q.grad is not None))
+
+    for p in model.parameters():
+        p.register_hook(lambda grad: count(grad))
+    model(torch.randn(4, 128)).square().mean().backward()
+    count(None)
+    optimizer.step()
+    assert peak <= 2 * 128 * 128 * 4 and alive == 0
+    assert all(optimizer.state[p]["step"] == 1 for p in model.parameters())
+
+
+def test_accumulating_gradients_in_backward_is_refused():
+    model, loss_of = tied_model()
+    optimizer = AdamW8bit(model.parameters())
+    fused8.step_in_backward(optimizer)
+    loss_of().backward()
+    with pytest.raises(RuntimeError, match="cannot be accumulated"):
+        loss_of().backward()
+    with pytest.raises(ValueError, match="already"):
+        fused8.step_in_backward(optimizer)
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        fused8.step_in_backward(AdamW8bit(model.parameters(), max_grad_norm=1.0))
+
+
+def test_grad_scaler_overflow_skips_rounding_and_correction_too():
+    for options in (dict(param_rounding="stochastic"), dict(master_bits=24)):
+        (p,) = make_parameters([(16, 256)], torch.float16)
+        optimizer = AdamW8bit([p], lr=1e-2, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(1, 4):
+            before = copy.deepcopy(optimizer.state_dict())
+            value = p.detach().clone()
+            p.grad = torch.randn(16, 256).half()
+            if step == 2:
+                p.grad[0, 0] = float("inf")
+            scaler.scale(torch.zeros(())).item()
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 2:
+                assert torch.equal(bits(p.detach()), bits(value))
+                after = optimizer.state_dict()
+                assert all(torch.equal(t, after["state"][0][n]) for n, t in before["state"][0].items())
+        assert optimizer.state[p]["step"] == 2
