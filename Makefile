@@ -24,8 +24,9 @@ asan: $(VENV)/.test
 	$(BIN)/python -m tests.sanitized $(ARGS)
 
 bench: $(VENV)/.test
-	$(BIN)/python -m bench.cpu_speed $(ARGS)
-	$(BIN)/python -m bench.state_error $(ARGS)
+	$(BIN)/python -m bench.cpu_speed
+	$(BIN)/python -m bench.state_error
+	$(BIN)/python -m pytest bench/test_kernels.py
 
 gpu-static: $(VENV)/.test
 	$(BIN)/python -m bench.gpu_static $(ARGS)
