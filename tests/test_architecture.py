@@ -11,11 +11,15 @@ PACKAGE = ROOT / "py" / "fused8"
 # Each module may import those after it. A new module takes its place here.
 ORDER = (
     "cli",
-    "convert",
+    "convert_cli",
+    "checkpoints",
     "memory",
     "groups",
     "optimizer",
     "loading",
+    "convert",
+    "foreign",
+    "sources",
     "options",
     "step_plan",
     "state",
@@ -24,10 +28,11 @@ ORDER = (
     "backends",
     "triton_kernels",
     "reference",
+    "formats",
     "codecs",
 )
 # Rather than anything of fused8, these import only torch (and the Triton kernels triton).
-LEAVES = {"codecs": {"torch"}, "reference": {"torch"}}
+LEAVES = {"codecs": {"torch"}, "formats": {"torch"}, "reference": {"torch"}}
 
 
 def imports(path: Path) -> set[str]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,8 @@ from . import reference
 logger = logging.getLogger("fused8")
 
 LIBRARY = Path(__file__).with_name("libfused8.so")
+
+OLDEST_TRITON = (3, 6)  # earlier ones flush denormal numbers to zero
 
 
 @functools.cache
@@ -41,6 +44,7 @@ class Backend(NamedTuple):
     unavailable: Callable[[torch.device], str | None]
     """Why this backend cannot serve the device, or None if it can."""
     adam_step: Callable[..., None]
+    """Takes the arguments of the schema, and `cache`: a dict that lives as long as the bucket."""
 
 
 def _cpp_unavailable(device: torch.device) -> str | None:
@@ -49,20 +53,41 @@ def _cpp_unavailable(device: torch.device) -> str | None:
     return load_library()
 
 
-def _cpp_adam_step(*args) -> None:
+def _cpp_adam_step(*args: Any, cache: dict[str, Any]) -> None:
     torch.ops.fused8.adam_step_(*args)
 
 
 def _triton_unavailable(device: torch.device) -> str | None:
-    return "its kernels are not part of this version"
+    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+    if device.type not in ("cpu", "cuda"):
+        return f"it serves CUDA and ROCm devices, not {device.type}"
+    if device.type == "cpu" and not interpreted:
+        return "it serves the CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
+    if device.type == "cuda" and interpreted:
+        return "Triton's interpreter (TRITON_INTERPRET is set) serves only the CPU"
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        return f"it needs Triton {'.'.join(map(str, OLDEST_TRITON))} or later, this is {triton.__version__}"
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs compute capability 8.0 or later"
+    return None
 
 
-def _triton_adam_step(*args) -> None:
-    raise NotImplementedError
+def _triton_adam_step(*args: Any, cache: dict[str, Any]) -> None:
+    from .triton_kernels.adam import adam_step  # imports triton, which import fused8 does not
+
+    adam_step(*args, cache=cache)
 
 
 def _reference_unavailable(device: torch.device) -> str | None:
     return None
+
+
+def _reference_adam_step(*args: Any, cache: dict[str, Any]) -> None:
+    reference.adam_step(*args)
 
 
 BACKENDS = {
@@ -70,7 +95,7 @@ BACKENDS = {
     for backend in (
         Backend("cpp", _cpp_unavailable, _cpp_adam_step),
         Backend("triton", _triton_unavailable, _triton_adam_step),
-        Backend("reference", _reference_unavailable, reference.adam_step),
+        Backend("reference", _reference_unavailable, _reference_adam_step),
     )
 }
 

@@ -37,6 +37,9 @@ def _adam_step_fake(*args: Any, **kwargs: Any) -> None:
 backends.load_library()
 
 
-def adam_step(backend: str | None, params: list[Tensor], *args: Any) -> None:
-    """Step one bucket in place. `params` and the rest are the arguments of the schema above, in its order."""
-    backends.select(params[0].device, backend).adam_step(params, *args)
+def adam_step(backend: str | None, params: list[Tensor], *args: Any, cache: dict[str, Any]) -> None:
+    """Step one bucket in place. `params` and the rest are the arguments of the schema above, in its order.
+
+    `cache` belongs to the bucket and lives as long: what a backend wants to keep for its next step.
+    """
+    backends.select(params[0].device, backend).adam_step(params, *args, cache=cache)

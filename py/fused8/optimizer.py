@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import backends, loading, ops, options, sharding
+from . import backends, convert, loading, ops, options, sharding
 from . import state as state_of
 from .step_plan import Bucket, BucketKey, Entry, StepPlan
 
@@ -162,23 +163,43 @@ class Adam8bit(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` returned. The tensors are copied.
+        """Load what `state_dict()` returned, or an Adam state of another library. The tensors are copied.
+
+        A state in another format is converted to this optimizer's own, parameter by parameter, and a warning says what
+        was converted and what was lost: one of fused8 with other `codec`, `block_size`, `min_8bit_size` or
+        `state_bits`; of torch.optim.Adam and AdamW; of bitsandbytes' Adam, Adam8bit, AdamW8bit; of torchao's 8-bit,
+        4-bit and FP8 Adam and AdamW; of FlashOptim's Adam and AdamW.
 
         Saved options of a group win over the optimizer's, except codec, block_size, min_8bit_size, state_bits and
-        backend, which stay its own; options that are missing take the defaults.
+        backend, which stay its own; options that are missing take the defaults, and with a file of another library the
+        group's own. So a file that does not say whether its weight decay was decoupled changes nothing about that.
 
         Raises:
-            ValueError: the groups, the formats, the shapes, dtypes or values do not fit. Nothing is changed then.
+            ValueError, TypeError: the groups, the shapes, dtypes or values do not fit, or the format is not known.
+                Nothing is changed then.
         """
+        convert.check_structure(state_dict)
+        load = loading.Load()
         # torch would cast integer codes and scales to the parameter's dtype: they pass through it in boxes.
         # Hooks of the user come first when reading and last when done.
-        prepare = self.register_load_state_dict_pre_hook(loading.checked_and_boxed)
+        prepare = self.register_load_state_dict_pre_hook(load.prepare)
         finish = self.register_load_state_dict_post_hook(loading.unbox, prepend=True)
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(dict(state_dict))
         finally:
             prepare.remove()
             finish.remove()
+        if load.report.converted:
+            warnings.warn(f"fused8 loaded the {load.report}", UserWarning, stacklevel=2)
+
+    def torch_state_dict(self, device: torch.device | str | None = None) -> dict[str, Any]:
+        """The state in FP32 as torch.optim.AdamW saves it, for its `load_state_dict` (or that of torch.optim.Adam).
+
+        Args:
+            device: where the tensors go; None keeps them where they are. In FP32 the state is four times as large:
+                "cpu" keeps it off the accelerator.
+        """
+        return convert.to_torch_state_dict(self.state_dict(), device=device)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -243,6 +264,7 @@ class Adam8bit(torch.optim.Optimizer):
             key.block_size,
             key.decoupled_weight_decay,
             key.maximize,
+            cache=bucket.cache,
         )
         for p, source in zip(params, contiguous, strict=True):
             if source is not p:
