@@ -27,7 +27,7 @@ import torch
 
 import fused8
 
-from . import backends
+from . import backends, convert_cli
 from .codecs import CODECS
 from .memory import Table, checkpoint_reports, estimate_memory, memory_report, mib
 from .optimizer import AdamW8bit
@@ -454,6 +454,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument(
         "--seconds", type=float, default=10, metavar="S", help="measure at most about this long (default: 10)"
     )
+    convert_cli.add_convert_parser(commands)
     return parser
 
 

@@ -193,7 +193,9 @@ class Adam8bit(torch.optim.Optimizer):
             warnings.warn(f"fused8 loaded the {load.report}", UserWarning, stacklevel=2)
 
     def torch_state_dict(self, device: torch.device | str | None = None) -> dict[str, Any]:
-        """The state in FP32 as torch.optim.AdamW saves it, for its `load_state_dict` (or that of torch.optim.Adam).
+        """The state in FP32 as torch.optim.AdamW saves it, for its `load_state_dict`, or that of torch.optim.Adam.
+
+        With `decoupled_weight_decay=False` it is for torch.optim.Adam: AdamW decouples whatever it loads.
 
         Args:
             device: where the tensors go; None keeps them where they are. In FP32 the state is four times as large:
@@ -388,6 +390,11 @@ class AdamW8bit(Adam8bit):
         if "decoupled_weight_decay" in others:
             raise TypeError("AdamW8bit always decouples weight decay; Adam8bit takes decoupled_weight_decay")
         super().__init__(params, lr, betas, eps, weight_decay, **others)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # whatever the file of another optimizer says, as torch.optim.AdamW
+            group["decoupled_weight_decay"] = True
 
 
 def _check_param(p: Tensor, name: str) -> None:
