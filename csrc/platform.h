@@ -14,7 +14,11 @@
 // Each CPU instruction set compiles the inline functions of these headers in a namespace of its own. In a shared one
 // the linker would keep a single copy of each, perhaps the AVX-512 copy for every processor.
 #ifndef FUSED8_ISA
+#if defined(__CUDACC__)
+#define FUSED8_ISA cuda
+#else
 #define FUSED8_ISA portable
+#endif
 #endif
 
 // adam.h and codecs.h work on one element, or on a vector register of elements: `Float`, `Int` and `Uint` stand for

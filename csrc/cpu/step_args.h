@@ -5,24 +5,11 @@
 #include <cstdint>
 
 #include "../adam.h"
+#include "../tensor_view.h"
 
 namespace fused8 {
 
-enum class Dtype { FLOAT32, BFLOAT16, FLOAT16 };
-enum class CodecName { FP32, ADAPTIVE, DYNAMIC, E4M3 };
-
-// One tensor of the lists, seen as [rows, inner].
-struct TensorArgs {
-  void* param;
-  const void* grad;
-  void* exp_avg;
-  void* exp_avg_sq;
-  void* max_exp_avg_sq;  // null without amsgrad
-  void* exp_avg_scale;   // the scales are null without a codec
-  void* exp_avg_sq_scale;
-  void* max_exp_avg_sq_scale;
-  int64_t inner;
-  int64_t blocks_per_row;
+struct TensorArgs : TensorView {
   int64_t begin, end;    // its elements in the concatenation of all tensors of the call
   uint32_t first_index;  // element index of its first element and distance of its rows, modulo 2^32
   uint32_t row_stride;

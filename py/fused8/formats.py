@@ -28,7 +28,7 @@ class Format(NamedTuple):
     largest: int
     """The code of the largest finite number."""
     overflow: int
-    """The code that a number beyond it takes: infinity, or the largest where the format has none or it would be lost."""
+    """The code that a number beyond it takes: infinity; the largest for FP8."""
     nan: int
     bits: torch.dtype
     """The integer dtype of the same size."""
