@@ -58,7 +58,7 @@ $(VENV)/.demo: $(VENV)/.torch $(SOURCES)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.torch $(SOURCES)
-	$(BIN)/pip install --quiet --no-build-isolation --editable '.[test]'
+	FUSED8_REQUIRE_BUILD=1 $(BIN)/pip install --quiet --no-build-isolation --editable '.[test]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test
