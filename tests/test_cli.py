@@ -188,7 +188,7 @@ def test_doctor_finds_wrong_results(capsys, monkeypatch, selection):
 def test_doctor_reports_a_self_test_that_fails(capsys, monkeypatch, selection):
     cpu_only(monkeypatch)
 
-    def broken(*args):
+    def broken(*args, cache):
         raise RuntimeError("no\nkernel")
 
     monkeypatch.setitem(backends.BACKENDS, "cpp", backends.BACKENDS["cpp"]._replace(adam_step=broken))

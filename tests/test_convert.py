@@ -57,7 +57,7 @@ def capturable_on_cpu(monkeypatch):
 def test_torch_state_loads_to_the_nearest_codes_and_trains_on(name, codec, block_size, capturable_on_cpu):
     cls, options = TORCH[name]
     source = advance(cls(make_parameters(SHAPES), **({"lr": 1e-3} | options)), 1, 4)
-    ours, messages = loaded(source, codec=codec, block_size=block_size)
+    ours, messages = loaded(source, cls=fused8.Adam8bit, codec=codec, block_size=block_size)
     assert len(messages) == 1 and f"from 32 bits to {codec} in blocks of {block_size}" in messages[0]
     for p, q in zip(parameters(source), parameters(ours), strict=True):
         moments = source_moments(source, p)
