@@ -24,8 +24,9 @@ asan: $(VENV)/.test
 	$(BIN)/python -m tests.sanitized $(ARGS)
 
 bench: $(VENV)/.test
-	$(BIN)/python -m bench.cpu_speed $(ARGS)
-	$(BIN)/python -m bench.state_error $(ARGS)
+	$(BIN)/python -m bench.cpu_speed
+	$(BIN)/python -m bench.state_error
+	$(BIN)/python -m pytest bench/test_kernels.py
 
 gpu-static: $(VENV)/.test
 	$(BIN)/python -m bench.gpu_static $(ARGS)
@@ -57,7 +58,7 @@ $(VENV)/.demo: $(VENV)/.torch $(SOURCES)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.torch $(SOURCES)
-	$(BIN)/pip install --quiet --no-build-isolation --editable '.[test]'
+	FUSED8_REQUIRE_BUILD=1 $(BIN)/pip install --quiet --no-build-isolation --editable '.[test]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test

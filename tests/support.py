@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import fused8
 import torch
 from torch import Tensor
+
+import fused8
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = ("adaptive", "dynamic", "e4m3")

@@ -11,7 +11,8 @@ PACKAGE = ROOT / "py" / "fused8"
 # Each module may import those after it. A new module takes its place here.
 ORDER = (
     "cli",
-    "convert",
+    "convert_cli",
+    "checkpoints",
     "memory",
     "groups",
     "in_backward",
@@ -19,6 +20,9 @@ ORDER = (
     "planner",
     "gradients",
     "loading",
+    "convert",
+    "foreign",
+    "sources",
     "options",
     "step_plan",
     "state",

@@ -7,9 +7,10 @@ One difference is deliberate: a positive v never takes code 0 here. There it doe
 past from then on. m cannot notice, and another element only if its block's largest v is one with another past.
 """
 
-import fused8
 import pytest
 import torch
+
+import fused8
 from fused8.codecs import CODECS, Dynamic
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fused8.codecs import ABS_MAX_GRAD, CODECS, Dynamic, Encoded, time_offset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from fused8.codecs import ABS_MAX_GRAD, CODECS, Dynamic, Encoded, time_offset
 
 from .support import CODECS as CODEC_NAMES
 

@@ -9,7 +9,9 @@ from fused8 import formats
 from .support import bits
 
 DTYPES = tuple(formats.FORMATS)
-SPECIAL = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.4e38, -3.4e38, 1e-45, 448.0, 465.0, 6e4])
+SPECIAL = torch.tensor(
+    [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.4e38, -3.4e38, 1e-45, 448.0, 465.0, 6e4]
+)
 
 
 def everywhere(n=200_000):

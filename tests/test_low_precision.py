@@ -90,9 +90,7 @@ def test_bfloat16_with_32_bits_is_fp32_bit_for_bit(codec):
     """The same gradients give an FP32 parameter and a BF16 parameter with 16 more bits the same values."""
     start = [p.detach().bfloat16().float() for p in make_parameters(SHAPES)]
     full = AdamW8bit([torch.nn.Parameter(p.clone()) for p in start], min_8bit_size=0, codec=codec)
-    split = AdamW8bit(
-        [torch.nn.Parameter(p.bfloat16()) for p in start], min_8bit_size=0, codec=codec, master_bits=32
-    )
+    split = AdamW8bit([torch.nn.Parameter(p.bfloat16()) for p in start], min_8bit_size=0, codec=codec, master_bits=32)
     advance(full, 1, 10)
     advance(split, 1, 10)
     for p, q in zip(parameters(full), parameters(split), strict=True):

@@ -6,9 +6,10 @@ import logging
 import math
 import pickle
 
-import fused8
 import pytest
 import torch
+
+import fused8
 from fused8 import Adam8bit, AdamW8bit, backends
 from fused8.codecs import CODECS
 

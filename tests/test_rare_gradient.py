@@ -6,10 +6,11 @@ element by 3.28 learning rates in 6 steps.
 
 from collections.abc import Callable
 
-import fused8
 import pytest
 import torch
 from torch import Tensor
+
+import fused8
 
 STEPS = 6
 RATIOS = torch.logspace(-1, -6, 200)  # of the element's gradient to the largest of its block; one block for each

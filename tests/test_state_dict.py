@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+
 from fused8 import Adam8bit, AdamW8bit
 
 from .support import CODECS, assert_same_optimizers, make_parameters, parameters, set_gradients
@@ -163,10 +164,13 @@ def group(**options):
 MISFITS = {
     "no state": (lambda sd: sd.pop("state"), "no 'state'"),
     "no groups": (lambda sd: sd.pop("param_groups"), "no 'param_groups'"),
-    "two groups": (lambda sd: sd["param_groups"].append(sd["param_groups"][0]), "2 param groups"),
+    "two groups": (lambda sd: sd["param_groups"].append(sd["param_groups"][0] | {"params": []}), "2 param groups"),
+    "the same group twice": (lambda sd: sd["param_groups"].append(sd["param_groups"][0]), "names parameter 0 twice"),
     "fewer parameters": (lambda sd: sd["param_groups"][0]["params"].pop(), "3 parameters"),
-    "another codec": (group(codec="dynamic"), "codec 'dynamic'"),
-    "another block size": (group(block_size=64), "block_size 64"),
+    "tensors of another codec": (group(codec="dynamic"), "exp_avg of dtype torch.int8, expected torch.uint8"),
+    "scales of another block size": (group(block_size=64), r"exp_avg_scale of shape \(16, 1\), expected \(16, 4\)"),
+    "an unknown codec": (group(codec="nf4"), "codec must be one of"),
+    "an unknown block size": (group(block_size=32), "block_size must be one of"),
     "a newer format": (group(state_format=2), "format 2"),
     "a bad option": (group(betas=(0.9, 1.5)), "betas"),
     "amsgrad without its state": (group(amsgrad=True), "lacks max_exp_avg_sq"),
@@ -211,10 +215,24 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(case):
     assert_same_optimizers(optimizer, advance(before, 2, 3), case)
 
 
-def test_a_state_that_fits_other_codecs_is_refused_by_name():
+def test_a_state_that_fits_another_codec_is_converted_by_name():
     """dynamic and e4m3 have the same dtypes and shapes: only the group tells them apart."""
-    with pytest.raises(ValueError, match="parameter 0 of group 0 has codec 'e4m3', the optimizer 'dynamic'"):
-        fresh(codec="dynamic").load_state_dict(advance(fresh(codec="e4m3"), 1, 1).state_dict())
+    a = advance(fresh(codec="e4m3"), 1, 1)
+    b = fresh(codec="dynamic")
+    with pytest.warns(
+        UserWarning, match="from e4m3 in blocks of 256 to dynamic in blocks of 256, rounded to the nearest"
+    ):
+        b.load_state_dict(through_file(a.state_dict()))
+    assert b.param_groups[0]["codec"] == "dynamic"
+    codes, converted = a.state[parameters(a)[0]]["exp_avg"], b.state[parameters(b)[0]]["exp_avg"]
+    assert codes.dtype == converted.dtype and not torch.equal(codes, converted)
+    advance(b, 2, 3)
+
+
+def test_a_state_in_the_same_format_gives_no_warning(recwarn):
+    a = advance(fresh(amsgrad=True), 1, 1)
+    fresh(amsgrad=True).load_state_dict(through_file(a.state_dict()))
+    assert not recwarn.list
 
 
 def test_a_saved_amsgrad_state_turns_amsgrad_on():
@@ -229,3 +247,11 @@ def test_decoupled_and_l2_are_saved():
     advance(a, 1, 2)
     b = resumed(a, Adam8bit(make_parameters(SHAPES), min_8bit_size=0))
     assert_same_optimizers(advance(a, 3, 4), advance(b, 3, 4), "L2")
+
+
+def test_adamw_stays_decoupled_whatever_the_file_says():
+    a = Adam8bit(make_parameters(SHAPES), decoupled_weight_decay=False, weight_decay=0.1, min_8bit_size=0)
+    advance(a, 1, 2)
+    b = fresh()
+    b.load_state_dict(a.state_dict())
+    assert b.param_groups[0]["decoupled_weight_decay"] and b.param_groups[0]["weight_decay"] == 0.1

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from fused8 import Adam8bit, options
 from fused8.state import codec_of, kept_in_8bit, rows_and_inner, state_specs
 from fused8.step_plan import TABLE_COLUMNS

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,8 @@ from . import reference
 logger = logging.getLogger("fused8")
 
 LIBRARY = Path(__file__).with_name("libfused8.so")
+
+OLDEST_TRITON = (3, 6)  # earlier ones flush denormal numbers to zero
 
 
 @functools.cache
@@ -41,6 +44,7 @@ class Backend(NamedTuple):
     unavailable: Callable[[torch.device], str | None]
     """Why this backend cannot serve the device, or None if it can."""
     adam_step: Callable[..., None]
+    """Takes the arguments of the schema, and `cache`: a dict that lives as long as the bucket."""
 
 
 def _cpp_unavailable(device: torch.device) -> str | None:
@@ -49,20 +53,41 @@ def _cpp_unavailable(device: torch.device) -> str | None:
     return load_library()
 
 
-def _cpp_adam_step(*args) -> None:
+def _cpp_adam_step(*args: Any, cache: dict[str, Any]) -> None:
     torch.ops.fused8.adam_step_(*args)
 
 
 def _triton_unavailable(device: torch.device) -> str | None:
-    return "its kernels are not part of this version"
+    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+    if device.type not in ("cpu", "cuda"):
+        return f"it serves CUDA and ROCm devices, not {device.type}"
+    if device.type == "cpu" and not interpreted:
+        return "it serves the CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
+    if device.type == "cuda" and interpreted:
+        return "Triton's interpreter (TRITON_INTERPRET is set) serves only the CPU"
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        return f"it needs Triton {'.'.join(map(str, OLDEST_TRITON))} or later, this is {triton.__version__}"
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs compute capability 8.0 or later"
+    return None
 
 
-def _triton_adam_step(*args) -> None:
-    raise NotImplementedError
+def _triton_adam_step(*args: Any, cache: dict[str, Any]) -> None:
+    from .triton_kernels.adam import adam_step  # imports triton, which import fused8 does not
+
+    adam_step(*args, cache=cache)
 
 
 def _reference_unavailable(device: torch.device) -> str | None:
     return None
+
+
+def _reference_adam_step(*args: Any, cache: dict[str, Any], **rounding: Any) -> None:
+    reference.adam_step(*args, **rounding)
 
 
 BACKENDS = {
@@ -70,7 +95,7 @@ BACKENDS = {
     for backend in (
         Backend("cpp", _cpp_unavailable, _cpp_adam_step),
         Backend("triton", _triton_unavailable, _triton_adam_step),
-        Backend("reference", _reference_unavailable, reference.adam_step),
+        Backend("reference", _reference_unavailable, _reference_adam_step),
     )
 }
 
@@ -78,17 +103,43 @@ BACKENDS = {
 AUTOMATIC = {"cpu": ("cpp",), "cuda": ("triton",)}
 
 
+class Rounding(NamedTuple):
+    """How a bucket's parameters are stored."""
+
+    dtype: torch.dtype
+    has_correction: bool
+    stochastic: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every backend can do it: FP32, or 16 bits rounded to nearest."""
+        return self.dtype.itemsize > 1 and not self.has_correction and not self.stochastic
+
+
+PLAIN = Rounding(torch.float32, False, False)
+_NOT_PLAIN = "stochastic rounding, master_bits and FP8 parameters are so far served by the reference alone"
+
+
 @functools.cache
-def select(device: torch.device, requested: str | None) -> Backend:
+def select(device: torch.device, requested: str | None, rounding: Rounding = PLAIN) -> Backend:
     """The backend for a device. One that was asked for and cannot serve is a RuntimeError that says why."""
-    if requested is not None:
-        backend = BACKENDS[requested]
-        if reason := backend.unavailable(device):
-            raise RuntimeError(f"backend {requested!r} cannot serve device {str(device)!r}: {reason}")
-        return backend
-    for name in AUTOMATIC.get(device.type, ()):
+
+    def unavailable(name: str) -> str | None:
         reason = BACKENDS[name].unavailable(device)
+        return reason or (_NOT_PLAIN if name != "reference" and not rounding.is_plain else None)
+
+    if requested is not None:
+        if reason := unavailable(requested):
+            raise RuntimeError(f"backend {requested!r} cannot serve device {str(device)!r}: {reason}")
+        return BACKENDS[requested]
+    for name in AUTOMATIC.get(device.type, ()):
+        reason = unavailable(name)
         if reason is None:
             return BACKENDS[name]
-        logger.warning("fused8: device %s is served by the slow reference, not by %s: %s", device, name, reason)
+        _say_once(f"fused8: device {device} is served by the slow reference, not by {name}: {reason}")
     return BACKENDS["reference"]
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)

@@ -53,6 +53,10 @@ class Codec:
         """
         raise NotImplementedError
 
+    def encode_nearest(self, m: Tensor, v: Tensor) -> Encoded:
+        """As `encode`, with every v rounded to the nearest code: half a code is the dither of all elements."""
+        return self.encode(m, v, torch.zeros((), dtype=torch.int64, device=m.device), 1 << 31)
+
     def decode_sq(self, codes: Tensor, scale: Tensor) -> Tensor:
         """Codes and scales of exp_avg_sq or max_exp_avg_sq -> FP32 v."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""One FP32 scalar that the step multiplies gradients by: unscaling and clipping without writing a gradient."""
+"""One FP32 scalar that the step divides gradients by: clipping without writing a gradient."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .sharding import is_dtensor
-
-
-def reciprocal(grad_scale: Tensor) -> Tensor:
-    """1 / grad_scale as FP32, correctly rounded (tensor / tensor: a true division)."""
-    scale = grad_scale.float()
-    return torch.ones_like(scale) / scale
 
 
 def global_norm(buckets: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Tensor:
@@ -51,14 +45,14 @@ def _by_placement(params: Sequence[Tensor]) -> dict[tuple, list[int]]:
     return positions
 
 
-def clip(norm: Tensor, grad_factor: Tensor | None, max_norm: float) -> tuple[Tensor, Tensor]:
-    """The norm of the unscaled gradients, and the factor that unscales and clips them.
+def clip(norm: Tensor, grad_scale: Tensor | None, max_norm: float) -> tuple[Tensor, Tensor]:
+    """The norm of the unscaled gradients, and what to divide gradients by to unscale and clip them.
 
-    As torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)). If the norm is not finite the factor is 0: the
-    step then sees a zero gradient, and counts the elements that are not finite.
+    As torch.nn.utils.clip_grad_norm_: they are multiplied by min(1, max_norm / (norm + 1e-6)). If the norm is not
+    finite they are divided by infinity: the step sees a zero gradient, and counts the elements that are not finite.
     """
-    if grad_factor is not None:
-        norm = norm * grad_factor.to(norm.device)
-    coefficient = (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
-    coefficient = torch.where(norm.isfinite(), coefficient, 0.0)
-    return norm, coefficient if grad_factor is None else coefficient * grad_factor.to(norm.device)
+    if grad_scale is not None:
+        norm = norm / grad_scale.to(norm.device).float().expand_as(norm)
+    excess = ((norm + 1e-6) / torch.full_like(norm, max_norm)).clamp(min=1.0)
+    excess = torch.where(norm.isfinite(), excess, torch.inf)
+    return norm, excess if grad_scale is None else excess * grad_scale.to(norm.device).float()

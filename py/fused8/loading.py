@@ -1,4 +1,4 @@
-"""Check a saved optimizer state against the optimizer that loads it, before anything is changed."""
+"""Load a saved optimizer state, of fused8 or of another library: everything is checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import options
+from . import convert, foreign, options
 from . import state as state_of
-from .codecs import CODECS
+from .foreign import FUSED8
+
+CORRECTION = "param_correction"
 
 
 class Box:
@@ -29,53 +31,96 @@ def unbox(optimizer: torch.optim.Optimizer) -> None:
                 own[name] = value.tensor
 
 
-def checked_and_boxed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Check a state dict against the optimizer; a copy of it, each state tensor copied to its device and boxed."""
-    for name in ("state", "param_groups"):
-        if name not in state_dict:
-            raise ValueError(f"this is no optimizer state: it has no {name!r}")
-    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
-    if len(groups) != len(saved_groups):
-        raise ValueError(f"the saved state has {len(saved_groups)} param groups, the optimizer {len(groups)}")
-    result = state_dict | {"state": dict(state_dict["state"]), "param_groups": []}
-    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        if len(group["params"]) != len(saved["params"]):
-            raise ValueError(
-                f"param group {number} has {len(saved['params'])} parameters in the saved state and "
-                f"{len(group['params'])} in the optimizer"
-            )
-        merged = optimizer.defaults | saved | {name: group[name] for name in options.OWN_OPTIONS}
-        options.check(merged, f"param group {number} of the saved state")
-        if merged["state_format"] != state_of.STATE_FORMAT:
-            raise ValueError(f"the saved state has format {merged['state_format']}, which this version cannot read")
-        result["param_groups"].append(merged)
-        for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
-            own = state_dict["state"].get(key)
-            if own:
-                name = options.parameter_name(group, number, i)
-                result["state"][key] = _checked_state(own, p, merged, saved, name)
-    return result
+class Load:
+    """One call of load_state_dict: `prepare` is its hook before anything is changed, `report` what it converted."""
 
+    def __init__(self) -> None:
+        self.report = convert.Report()
 
-def _checked_state(
-    own: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], name: str
-) -> dict[str, Box]:
-    if state_of.codec_of_parameter(p, group) in CODECS:
-        for option in ("codec", "block_size"):
-            if saved.get(option, group[option]) != group[option]:
+    def prepare(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Check a state dict against the optimizer; a copy of it in the optimizer's formats, each tensor in a box."""
+        convert.check_structure(state_dict)
+        groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+        if len(groups) != len(saved_groups):
+            raise ValueError(f"the saved state has {len(saved_groups)} param groups, the optimizer {len(groups)}")
+        self.report.origin = foreign.origin_of(state_dict)
+        result = state_dict | {"state": dict(state_dict["state"]), "param_groups": []}
+        for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+            if len(group["params"]) != len(saved["params"]):
                 raise ValueError(
-                    f"the saved state of {name} has {option} {saved[option]!r}, the optimizer {group[option]!r}: make "
-                    f"the optimizer with {option}={saved[option]!r}. Nothing was loaded"
+                    f"param group {number} has {len(saved['params'])} parameters in the saved state and "
+                    f"{len(group['params'])} in the optimizer"
                 )
-    message = state_of.structural_error(own, p, group) or state_of.value_error(own, p, group)
-    if message:
-        raise ValueError(f"the saved state of {name} {message}. Nothing was loaded")
-    boxes = {}
-    for tensor_name, value in own.items():
-        if tensor_name == "step":
-            tensor = torch.as_tensor(value, dtype=torch.float32).reshape(())
-            device = p.device if group["capturable"] else torch.device("cpu")
-        else:
-            tensor, device = value, p.device
-        boxes[tensor_name] = Box(tensor.detach().to(device, copy=True).contiguous())
-    return boxes
+            where = f"param group {number} of the saved state"
+            merged = self._merged(optimizer.defaults, group, saved)
+            convert.check_group(merged, where)
+            as_saved = merged | {name: saved[name] for name in ("codec", "block_size") if name in saved}
+            convert.check_group(as_saved, where)
+            result["param_groups"].append(merged)
+            for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
+                if own := state_dict["state"].get(key):
+                    try:
+                        result["state"][key] = self._state(own, p, merged, as_saved)
+                    except ValueError as error:
+                        name = options.parameter_name(group, number, i)
+                        raise ValueError(f"the saved state of {name} {error}. Nothing was loaded") from None
+            self._note_options(group, saved, merged)
+        return result
+
+    def _merged(
+        self, defaults: Mapping[str, Any], group: Mapping[str, Any], saved: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The options of a group after loading: what the file says, else what the optimizer has."""
+        adapted = foreign.adapted_group(saved, self.report.origin, group)
+        missing: Mapping[str, Any] = defaults
+        if self.report.origin != FUSED8:  # a foreign file lacks many options: those set for this group stay
+            missing = {name: group[name] for name in defaults}
+        return {**missing, **adapted, **{name: group[name] for name in options.OWN_OPTIONS}}
+
+    def _state(
+        self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], as_saved: Mapping[str, Any]
+    ) -> dict[str, Box]:
+        saved, correction = dict(saved), None
+        if CORRECTION in saved:
+            correction = saved.pop(CORRECTION)
+        source = foreign.source_of(saved, p, as_saved)
+        converted = convert.own_state(source, p, group, p.device)
+        self.report.add(source, foreign.in_words(state_of.codec_of_parameter(p, group), group["block_size"]), converted)
+        own = converted.tensors
+        spec = state_of.specs_of_parameter(p, group).get(CORRECTION)
+        if spec is not None:
+            own[CORRECTION] = _checked_correction(correction, p, spec)
+        elif correction is not None:
+            self.report.lost["the extra mantissa bits of parameters, since the optimizer has no master_bits"] = None
+        if group["capturable"]:
+            own["step"] = own["step"].to(p.device)
+        return {name: Box(tensor) for name, tensor in own.items()}
+
+    def _note_options(self, group: Mapping[str, Any], saved: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+        """Take down what a foreign file changes, or leaves open, that a user may not expect."""
+        if self.report.origin == FUSED8:
+            return
+        notes = self.report.notes
+        decoupled = merged["decoupled_weight_decay"]
+        kind = "decoupled" if decoupled else "added to the gradient (L2)"
+        if merged["weight_decay"] and decoupled != group["decoupled_weight_decay"]:
+            notes[f"Weight decay is {kind}, as in the file"] = None
+        elif (
+            merged["weight_decay"]
+            and self.report.origin != foreign.BITSANDBYTES
+            and "decoupled_weight_decay" not in saved
+        ):
+            notes[f"The file does not say whether its weight decay was decoupled; here it is {kind}"] = None
+        for name in ("amsgrad", "maximize"):
+            if merged[name] != group[name]:
+                notes[f"{name} is {'on' if merged[name] else 'off'}, as in the file"] = None
+
+
+def _checked_correction(correction: Any, p: Tensor, spec: state_of.TensorSpec) -> Tensor:
+    """The saved extra mantissa bits of a parameter, copied; none were saved: the parameter is exact as it is."""
+    if correction is None:
+        return torch.zeros_like(p, dtype=spec.dtype, memory_format=torch.contiguous_format)
+    if not isinstance(correction, Tensor) or correction.dtype != spec.dtype or tuple(correction.shape) != spec.shape:
+        found = f"{correction.dtype}, {tuple(correction.shape)}" if isinstance(correction, Tensor) else type(correction)
+        raise ValueError(f"has {CORRECTION} of {found}, expected {spec.dtype}, {spec.shape}")
+    return correction.detach().to(p.device, copy=True).contiguous()

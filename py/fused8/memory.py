@@ -11,6 +11,7 @@ import math
 import pickle
 import struct
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,24 +34,29 @@ Source: TypeAlias = "nn.Module | str | Path | Mapping[str, Any] | Iterable[Any] 
 
 
 class Table(NamedTuple):
-    """A table as text; the first column is flush left, the others flush right."""
+    """A table as text. Columns are flush right, except the first and those in `left`."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    left: Sequence[str] = ()
+
+    def is_left(self, column: int) -> bool:
+        return column == 0 or self.header[column] in self.left
 
     def __str__(self) -> str:
-        lines = [list(self.header), *map(list, self.rows)]
+        lines = [self.header, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
 
-        def text(line: list[str]) -> str:
-            cells = [line[0].ljust(widths[0])] + [
-                cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)
-            ]
+        def text(line: Sequence[str]) -> str:
+            cells = (
+                cell.ljust(width) if self.is_left(i) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
             return "  ".join(cells).rstrip()
 
         rule = "  ".join("-" * width for width in widths)
-        return "\n".join([self.title, "", text(lines[0]), rule, *map(text, lines[1:])])
+        return "\n".join([self.title, "", text(self.header), rule, *map(text, self.rows)])
 
 
 class _Tabular:
@@ -62,8 +68,8 @@ class _Tabular:
 
 
 def mib(size: int) -> str:
-    """Bytes as MiB; small sizes with the digits that they need."""
-    return f"{size / MIB:,.1f}" if size >= 10 * MIB or size == 0 else f"{size / MIB:,.4f}"
+    """Bytes as MiB."""
+    return f"{size / MIB:,.2f}"
 
 
 def _per_parameter(size: int, parameters: int) -> str:
@@ -81,8 +87,8 @@ class Part(NamedTuple):
     """A tensor of a model, as far as memory goes."""
 
     name: str
-    shape: tuple[int, ...]
     dtype: torch.dtype | None
+    shape: tuple[int, ...]
     nbytes: int
     trained: bool
     group: Mapping[str, Any] | None = None
@@ -149,7 +155,7 @@ class MemoryEstimate(_Tabular):
         rows.append(["total", f"{self.total:,}", mib(self.total)])
         frozen = f" and {self.frozen:,} that are not trained" if self.frozen else ""
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
-        optimizers: dict[str, int | None] = {"fused8": self.state} | self.peers
+        optimizers: dict[str, int | None] = {"fused8": self.state, **self.peers}
         return [
             Table(f"{self.parameters:,} parameters{frozen}; {options}", ["", "bytes", "MiB"], rows),
             Table(
@@ -193,7 +199,7 @@ def estimate_memory(
             - a configuration of transformers, which is built on the meta device;
             - a path: `.safetensors`, an index of shards (`*.index.json`), `config.json`, a model saved by torch.save
               (`.pt`, `.pth`, `.bin`, `.ckpt`: a state dict, also within "model" or "state_dict"), or a directory that
-              has one of these. Of a safetensors file the header is read, of others nothing but the structure.
+              has one of these. Of a safetensors file only the header is read; others are mapped into memory, not read.
 
             Parameters count if they require a gradient; of tensors, shapes and files all that have 16 bits or more and
             are floating point, except the running statistics of batch normalization. Tied ones count once.
@@ -344,14 +350,14 @@ def _read(source: Source, architecture: str | None, options: dict[str, Any]) -> 
             "estimate_memory takes a module, param groups, shapes, tensors, a configuration of transformers or a path, "
             f"got {type(source).__name__}"
         )
-    items = list(source)
+    items: list[Any] = list(source)
     if items and all(isinstance(item, Mapping) and "params" in item for item in items):
         groups = Adam8bit([dict(item) for item in items], **options).param_groups
         parts = []
         for group in groups:
             names = group.get("param_names") or [""] * len(group["params"])
-            named = zip(names, group["params"], strict=True)
-            parts += [part._replace(group=group) for part in _of_tensors(named)]
+            tensors = _of_tensors(zip(names, group["params"], strict=True))
+            parts += [part._replace(group=group) for part in tensors]
         return parts, defaults
     named = [
         item if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) else (str(i), item)
@@ -374,7 +380,7 @@ def _of_named(named: Iterable[tuple[str, Any]]) -> list[Part]:
         shape = tuple(item)
         if not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ValueError(f"{name!r}: a shape has whole numbers from 0 on, got {shape}")
-        parts.append(Part(name, shape, None, 4 * math.prod(shape), trained=True))
+        parts.append(Part(name, None, shape, 4 * math.prod(shape), trained=True))
     return parts + _of_tensors(tensors)
 
 
@@ -393,7 +399,9 @@ def _of_tensors(named: Iterable[tuple[str, Tensor]]) -> list[Part]:
         trained = _may_train(tensor.dtype) and not _is_statistic(name)
         if isinstance(tensor, nn.Parameter):
             trained = tensor.requires_grad
-        parts.append(Part(name, tuple(tensor.shape), tensor.dtype, _nbytes(tensor), trained))
+        whole = hasattr(tensor, "to_local")  # of a DTensor, not only this process's share
+        nbytes = tensor.numel() * tensor.dtype.itemsize if whole else _nbytes(tensor)
+        parts.append(Part(name, tensor.dtype, tuple(tensor.shape), nbytes, trained))
     return parts
 
 
@@ -410,14 +418,14 @@ def _is_config(source: Any) -> bool:
 def _of_config(config: Any, architecture: str | None) -> list[Part]:
     transformers = _transformers("a configuration")
     name = architecture or next(iter(config.architectures or ()), "AutoModel")
-    cls = getattr(transformers, name, None)
-    if cls is None:
-        raise ValueError(f"transformers has no class {name!r}: give another as architecture")
+    cls: Any = getattr(transformers, name, None)
+    if not hasattr(cls, "from_config") and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ValueError(f"transformers has no model class {name!r}: give another as architecture")
     with torch.device("meta"):
         model = cls.from_config(config) if hasattr(cls, "from_config") else cls(config)
     model.tie_weights()
     parts = _of_tensors(model.named_parameters())
-    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    dtype = config.dtype if hasattr(config, "dtype") else getattr(config, "torch_dtype", None)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     if dtype is None:
@@ -499,8 +507,11 @@ def _of_index(path: Path, weight_map: Any) -> list[Part]:
 def _of_weights(path: Path) -> list[Part]:
     if path.suffix == ".safetensors":
         return [
-            Part(name, shape, dtype, nbytes, _may_train_stored(dtype) and not _is_statistic(name))
-            for name, dtype, shape, nbytes in safetensors_header(path)
+            Part(
+                *stored,
+                trained=stored.dtype is not None and _may_train(stored.dtype) and not _is_statistic(stored.name),
+            )
+            for stored in safetensors_header(path)[0]
         ]
     content = load_file(path)
     for key in ("state_dict", "model", "model_state_dict", "module"):
@@ -538,12 +549,18 @@ _SAFETENSORS_DTYPES = {
 _SAFETENSORS_HEADER_LIMIT = 100_000_000  # the format's own
 
 
-def _may_train_stored(dtype: torch.dtype | None) -> bool:
-    return dtype is not None and _may_train(dtype)
+class StoredTensor(NamedTuple):
+    """What the header of a safetensors file says about a tensor."""
+
+    name: str
+    dtype: torch.dtype | None
+    """None: one that torch does not have."""
+    shape: tuple[int, ...]
+    nbytes: int
 
 
-def safetensors_header(path: Path) -> list[tuple[str, torch.dtype | None, tuple[int, ...], int]]:
-    """Name, dtype (None: one that torch does not have), shape and bytes of each tensor. Reads no tensor.
+def safetensors_header(path: Path) -> tuple[list[StoredTensor], dict[str, str]]:
+    """The tensors of a safetensors file, none of which is read, and its metadata.
 
     Raises:
         ValueError: the file is truncated or no safetensors file.
@@ -559,26 +576,26 @@ def safetensors_header(path: Path) -> list[tuple[str, torch.dtype | None, tuple[
         if 8 + length > size:
             raise ValueError(f"{path}: truncated within its header")
         header = _json_of(path, file.read(length))
-    header.pop("__metadata__", None)
-    result = []
-    end = 0
-    for name, entry in header.items():
-        try:
-            dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
-            shape = tuple(entry["shape"])
-            first, last = entry["data_offsets"]
-            numel = math.prod(shape)
-            valid = all(isinstance(n, int) and n >= 0 for n in (*shape, first, last)) and first <= last
-            valid = valid and (dtype is None or last - first == numel * dtype.itemsize)
-        except (KeyError, TypeError, ValueError):
-            valid = False
-        if not valid:
-            raise ValueError(f"{path}: the header's entry of {name!r} is damaged")
-        end = max(end, last)
-        result.append((name, dtype, shape, last - first))
-    if 8 + length + end > size:
-        raise ValueError(f"{path}: truncated: {size:,} bytes of {8 + length + end:,}")
-    return result
+    metadata = header.pop("__metadata__", {})
+    tensors = [_stored_tensor(path, name, entry) for name, entry in header.items()]
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end > size:
+        raise ValueError(f"{path}: truncated: {size:,} bytes of {end:,}")
+    return tensors, metadata if isinstance(metadata, dict) else {}
+
+
+def _stored_tensor(path: Path, name: str, entry: Any) -> StoredTensor:
+    try:
+        dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
+        shape = tuple(entry["shape"])
+        first, last = entry["data_offsets"]
+        valid = all(isinstance(n, int) and n >= 0 for n in (*shape, first, last)) and first <= last
+        valid = valid and (dtype is None or last - first == math.prod(shape) * dtype.itemsize)
+    except (KeyError, TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{path}: the header's entry of {name!r} is damaged")
+    return StoredTensor(name, dtype, shape, last - first)
 
 
 def load_file(path: Path) -> Any:
@@ -588,19 +605,19 @@ def load_file(path: Path) -> Any:
         ValueError: it holds other things than tensors and plain containers, or is damaged.
     """
     try:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before torch 1.6 cannot be mapped
-            return torch.load(path, map_location="cpu", weights_only=True)
+        # The format before torch 1.6 is no zip archive and cannot be mapped.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError:
+        raise
     except pickle.UnpicklingError as error:
-        found = str(error).partition("GLOBAL ")[2].split()
-        what = (
-            f"it names {found[0]}" if found else "it is damaged or holds other things than tensors and plain containers"
-        )
-        raise ValueError(f"{path} was not loaded: {what}, and code in files is not run") from None
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        if found := str(error).partition("GLOBAL ")[2].split():
+            message = f"was not loaded: it names {found[0]}, and code in files is not run"
+        else:
+            message = "could not be read: it is damaged or holds more than tensors and plain containers"
+        raise ValueError(f"{path} {message}") from None
+    except Exception as error:  # a damaged file can make an unpickler fail in any way
         first_line = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path} could not be read: {first_line}") from None
+        raise ValueError(f"{path} could not be read: it is damaged or no file of torch.save ({first_line})") from None
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -649,6 +666,9 @@ class MemoryReport(_Tabular):
     """The state by the names it has there (`exp_avg`, `step`)."""
     largest: list[ParameterMemory]
     """The parameters with the largest state."""
+    steps: tuple[int, int] | None
+    """The fewest and the most steps of a parameter; None where there is no `step`, or where it is not on the CPU and
+    reading it would wait for a device."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -666,9 +686,12 @@ class MemoryReport(_Tabular):
         }
         without = sum(group.without_state for group in self.groups)
         note = f"; {without} parameters have no state (yet)" if without else ""
+        if self.steps:
+            fewest, most = self.steps
+            note = f" after {most} steps{f' (some after {fewest})' if fewest != most else ''}" + note
         tables = [
             Table(
-                f"{self.optimizer}: state of {self.parameters:,} parameters{note}",
+                f"{self.optimizer}, state of {self.parameters:,} parameters{note}",
                 header,
                 rows(self.by_name) + rows({"state": self.state}) + rows(around),
             ),
@@ -684,10 +707,11 @@ class MemoryReport(_Tabular):
                         f"{group.state:,}",
                         mib(group.state),
                         _per_parameter(group.state, group.parameters),
-                        ", ".join(f"{name} {value}" for name, value in group.options.items()),
+                        ", ".join(f"{name} {value}" for name, value in group.options.items() if value is not False),
                     ]
                     for group in self.groups
                 ],
+                left=["options"],
             ),
             Table(
                 "Largest states",
@@ -724,10 +748,11 @@ def memory_report(optimizer: torch.optim.Optimizer) -> MemoryReport:
 
 
 def checkpoint_reports(path: Path) -> dict[str, MemoryReport]:
-    """The optimizer states in a file of torch.save, wherever they stand in it: place in the file -> report.
+    """The optimizer states in a file, wherever they stand in it: place in the file -> report.
 
-    Found are state dicts of optimizers by themselves (the Trainer's optimizer.pt), under a key ("optimizer") and in
-    lists (Lightning's "optimizer_states").
+    Found in files of torch.save are state dicts of optimizers by themselves (the Trainer's optimizer.pt), under a key
+    ("optimizer") and in lists (Lightning's "optimizer_states"). A safetensors file holds one, as tensors named
+    `state.<key>.<name>` and `param_groups` as JSON in its metadata; only its header is read.
 
     Raises:
         ValueError, OSError: the file is missing, damaged, holds code, or has no optimizer state.
@@ -737,7 +762,7 @@ def checkpoint_reports(path: Path) -> dict[str, MemoryReport]:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: give a file in it, such as optimizer.pt")
     if path.suffix == ".safetensors":
-        raise ValueError(f"{path}: report reads files of torch.save; `fused8 estimate` reads safetensors files")
+        return {"": _report_of(_safetensors_state(path))}
     found = {place: _report_of(content) for place, content in _optimizer_states(load_file(path), "", depth=4)}
     if not found:
         raise ValueError(f"{path} holds no optimizer state (a dict with state and param_groups)")
@@ -764,6 +789,21 @@ def _optimizer_states(content: Any, place: str, depth: int) -> Iterator[tuple[st
     if depth:
         for key, value in items:
             yield from _optimizer_states(value, names(key), depth - 1)
+
+
+def _safetensors_state(path: Path) -> dict[str, Any]:
+    """The optimizer state in a safetensors file, its tensors on the meta device."""
+    tensors, metadata = safetensors_header(path)
+    state: dict[str, dict[str, Tensor]] = {}
+    try:
+        groups = json.loads(metadata["param_groups"])
+        groups = [group | {"params": [str(key) for key in group["params"]]} for group in groups]
+        for stored in tensors:
+            key, _, name = stored.name.removeprefix("state.").rpartition(".")
+            state.setdefault(key, {})[name] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} holds no optimizer state: `fused8 estimate` reads weights") from None
+    return {"state": state, "param_groups": groups}
 
 
 def _report_of(content: Mapping[str, Any]) -> MemoryReport:
@@ -807,6 +847,7 @@ def _measure(
     by_name: dict[str, int] = {}
     reports: list[GroupMemory] = []
     all_parameters: list[ParameterMemory] = []
+    steps: list[int] = []
 
     def measure(number: int | None, options: Mapping[str, Any], members: Sequence[_Owned]) -> None:
         by_dtype: dict[str, int] = {}
@@ -815,6 +856,8 @@ def _measure(
             if not member.state:
                 continue
             size, shape = 0, member.shape
+            if (step := _step_of(member.state)) is not None:
+                steps.append(step)
             for name, tensor in _tensors(member.state, ""):
                 if member.shape is None and (shape is None or tensor.numel() > math.prod(shape)):
                     shape = tuple(tensor.shape)  # a file does not say the parameter's
@@ -857,11 +900,19 @@ def _measure(
         by_dtype=by_dtype,
         by_name=by_name,
         largest=sorted(all_parameters, key=lambda own: -own.state)[:LARGEST],
+        steps=(min(steps), max(steps)) if steps else None,
     )
 
 
+def _step_of(state: Any) -> int | None:
+    step = state.get("step") if isinstance(state, Mapping) else None
+    if isinstance(step, Tensor):
+        return int(step) if step.numel() == 1 and step.device.type == "cpu" else None
+    return step if isinstance(step, int) else None
+
+
 def _tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a state, however deep, each with the innermost name it has."""
+    """All tensors of a state, however deep, each with the innermost name that it has there."""
     if isinstance(state, Tensor):
         yield name, state
     elif isinstance(state, Mapping):
@@ -870,6 +921,8 @@ def _tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(state, (list, tuple)):
         for value in state:
             yield from _tensors(value, name)
+    elif hasattr(state, "__dict__"):  # an object that holds tensors, as flashoptim's
+        yield from ((name, value) for value in vars(state).values() if isinstance(value, Tensor))
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[torch.dtype, int]]:

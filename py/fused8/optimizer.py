@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import gradients, loading, ops, options
+from . import convert, gradients, loading, ops, options
 from . import state as state_of
 from .planner import Planner, check_param
 from .step_plan import Bucket
@@ -172,23 +173,45 @@ class Adam8bit(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` returned. The tensors are copied.
+        """Load what `state_dict()` returned, or an Adam state of another library. The tensors are copied.
+
+        A state in another format is converted to this optimizer's own, parameter by parameter, and a warning says what
+        was converted and what was lost: one of fused8 with other `codec`, `block_size`, `min_8bit_size` or
+        `state_bits`; of torch.optim.Adam and AdamW; of bitsandbytes' Adam, Adam8bit, AdamW8bit; of torchao's 8-bit,
+        4-bit and FP8 Adam and AdamW; of FlashOptim's Adam and AdamW.
 
         Saved options of a group win over the optimizer's, except codec, block_size, min_8bit_size, state_bits and
-        backend, which stay its own; options that are missing take the defaults.
+        backend, which stay its own; options that are missing take the defaults, and with a file of another library the
+        group's own. So a file that does not say whether its weight decay was decoupled changes nothing about that.
 
         Raises:
-            ValueError: the groups, the formats, the shapes, dtypes or values do not fit. Nothing is changed then.
+            ValueError, TypeError: the groups, the shapes, dtypes or values do not fit, or the format is not known.
+                Nothing is changed then.
         """
+        convert.check_structure(state_dict)
+        load = loading.Load()
         # torch would cast integer codes and scales to the parameter's dtype: they pass through it in boxes.
         # Hooks of the user come first when reading and last when done.
-        prepare = self.register_load_state_dict_pre_hook(loading.checked_and_boxed)
+        prepare = self.register_load_state_dict_pre_hook(load.prepare)
         finish = self.register_load_state_dict_post_hook(loading.unbox, prepend=True)
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(dict(state_dict))
         finally:
             prepare.remove()
             finish.remove()
+        if load.report.converted:
+            warnings.warn(f"fused8 loaded the {load.report}", UserWarning, stacklevel=2)
+
+    def torch_state_dict(self, device: torch.device | str | None = None) -> dict[str, Any]:
+        """The state in FP32 as torch.optim.AdamW saves it, for its `load_state_dict`, or that of torch.optim.Adam.
+
+        With `decoupled_weight_decay=False` it is for torch.optim.Adam: AdamW decouples whatever it loads.
+
+        Args:
+            device: where the tensors go; None keeps them where they are. In FP32 the state is four times as large:
+                "cpu" keeps it off the accelerator.
+        """
+        return convert.to_torch_state_dict(self.state_dict(), device=device)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -224,14 +247,13 @@ class Adam8bit(torch.optim.Optimizer):
             found_inf = None
         plan = self._planner.plan(found_inf is not None, only)
         grads = [bucket.local_grads() for bucket in plan.buckets]
-        grad_factor = None if grad_scale is None else gradients.reciprocal(grad_scale)
         if max_grad_norm is not None:
             norm = gradients.global_norm(
                 [(bucket.params, own) for bucket, own in zip(plan.buckets, grads, strict=True)]
             )
-            self.last_grad_norm, grad_factor = gradients.clip(norm, grad_factor, max_grad_norm)
+            self.last_grad_norm, grad_scale = gradients.clip(norm, grad_scale, max_grad_norm)
         for (bucket, scalars, table), own in zip(plan.scalars(hyperparameters), grads, strict=True):
-            self._run(bucket, own, scalars, table, grad_factor, found_inf)
+            self._run(bucket, own, scalars, table, grad_scale, found_inf)
         for counters in plan.counters:
             counters.advance(found_inf)
 
@@ -241,7 +263,7 @@ class Adam8bit(torch.optim.Optimizer):
         grads: list[Tensor],
         scalars: Tensor,
         table: Tensor,
-        grad_factor: Tensor | None,
+        grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
         key = bucket.key
@@ -259,14 +281,16 @@ class Adam8bit(torch.optim.Optimizer):
             *bucket.states,
             scalars,
             table,
-            None if grad_factor is None else grad_factor.to(device),
+            None if grad_scale is None else grad_scale.to(device),
             None if found_inf is None else found_inf.to(device),
             self._nonfinite[device],
             key.codec,
             key.block_size,
             key.decoupled_weight_decay,
             key.maximize,
-            key.stochastic_rounding,
+            param_correction=bucket.param_correction,
+            stochastic_rounding=key.stochastic_rounding,
+            cache=bucket.cache,
         )
         for p, source in zip(params, contiguous, strict=True):
             if source is not p:
@@ -300,3 +324,8 @@ class AdamW8bit(Adam8bit):
         if "decoupled_weight_decay" in others:
             raise TypeError("AdamW8bit always decouples weight decay; Adam8bit takes decoupled_weight_decay")
         super().__init__(params, lr, betas, eps, weight_decay, **others)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # whatever the file of another optimizer says, as torch.optim.AdamW
+            group["decoupled_weight_decay"] = True

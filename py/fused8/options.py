@@ -66,11 +66,13 @@ def check(group: Mapping[str, Any], where: str) -> None:
     )
     for name in ("amsgrad", "maximize", "decoupled_weight_decay", "capturable"):
         require(isinstance(group[name], bool), name, "True or False")
-    require(group["codec"] in CODECS, "codec", f"one of {', '.join(CODECS)}")
-    require(group["block_size"] in BLOCK_SIZES, "block_size", f"one of {BLOCK_SIZES}")
+    codec, block_size = group["codec"], group["block_size"]
+    require(isinstance(codec, str) and codec in CODECS, "codec", f"one of {', '.join(CODECS)}")
+    require(isinstance(block_size, int) and block_size in BLOCK_SIZES, "block_size", f"one of {BLOCK_SIZES}")
     min_8bit_size = group["min_8bit_size"]
     require(isinstance(min_8bit_size, int) and min_8bit_size >= 0, "min_8bit_size", "an integer >= 0")
-    require(group["state_bits"] in (8, 32), "state_bits", "8 or 32")
+    state_bits, backend = group["state_bits"], group["backend"]
+    require(isinstance(state_bits, int) and state_bits in (8, 32), "state_bits", "8 or 32")
     require(group["param_rounding"] in (None, "nearest", "stochastic"), "param_rounding", "nearest or stochastic")
     seed = group["rounding_seed"]
     require(isinstance(seed, int) and not isinstance(seed, bool), "rounding_seed", "an integer")
@@ -78,7 +80,7 @@ def check(group: Mapping[str, Any], where: str) -> None:
     limit = group["max_grad_norm"]
     require(limit is None or (_is_number(limit) and 0 < limit < math.inf), "max_grad_norm", "None or a number > 0")
     require(
-        group["backend"] in (None, *backends.BACKENDS),
+        backend is None or (isinstance(backend, str) and backend in backends.BACKENDS),
         "backend",
         f"None or one of {', '.join(backends.BACKENDS)}",
     )

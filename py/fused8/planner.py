@@ -107,7 +107,8 @@ class Planner:
                 on_device,
                 None if entry.contiguous else len(entries),
             )
-            backends.select(key.device, key.backend)
+            rounding = backends.Rounding(key.param_dtype, key.correction_bits > 0, key.stochastic_rounding)
+            backends.select(key.device, key.backend, rounding)
             keys.append(key)
             entries.append(entry)
         for entry in entries:

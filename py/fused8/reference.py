@@ -91,19 +91,23 @@ def adam_step(
     exp_avg_sq_scale: Sequence[Tensor],
     max_exp_avg_sq: Sequence[Tensor],
     max_exp_avg_sq_scale: Sequence[Tensor],
-    param_correction: Sequence[Tensor],
     scalars: Tensor,
     table: Tensor,
-    grad_factor: Tensor | None,
+    grad_scale: Tensor | None,
     found_inf: Tensor | None,
     nonfinite: Tensor,
     codec: str,
     block_size: int,
     decoupled_weight_decay: bool,
     maximize: bool,
-    stochastic_rounding: bool,
+    *,
+    param_correction: Sequence[Tensor] = (),
+    stochastic_rounding: bool = False,
 ) -> None:
     """The step of one bucket, in place. Arguments as in the schema of `fused8::adam_step_` (ops.py).
+
+    `param_correction` holds the extra mantissa bits of parameters that are not FP32 (formats.py), or nothing;
+    `stochastic_rounding` says how their new values are rounded.
 
     All tensors are contiguous. Gradient elements that are not finite, or above 2^63, count as 0 and are counted in
     `nonfinite`.
@@ -124,8 +128,8 @@ def adam_step(
             correction = _rows(param_correction[i])[rows] if param_correction else None
             p, g = formats.decode(p_rows[rows], correction), g_rows[rows].float()
             index = _element_index(p.shape, rows.start, row0, col0, global_inner, p.device)
-            if grad_factor is not None:
-                g = g * grad_factor
+            if grad_scale is not None:
+                g = g * (torch.ones_like(grad_scale) / grad_scale).float()
             if maximize:
                 g = -g
             if not decoupled_weight_decay:

@@ -74,7 +74,12 @@ def shard_of(p: Tensor, block_size: int) -> Shard:
 
 
 def refusal(p: Tensor) -> str | None:
-    """Why a DTensor parameter cannot be stepped, or None."""
+    """Why a sharded parameter cannot be stepped, or None."""
+    if getattr(p, "_fsdp_flattened", False):
+        return (
+            "belongs to FullyShardedDataParallel, whose flat parameters cut rows and whose checkpoints cannot hold "
+            "8-bit state: shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
     if is_dtensor(p) and any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
         return "is a DTensor with a Partial placement: only replicated and sharded parameters can be updated"
     return None

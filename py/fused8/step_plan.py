@@ -234,7 +234,6 @@ class Bucket:
         "exp_avg_sq_scale",
         "max_exp_avg_sq",
         "max_exp_avg_sq_scale",
-        "param_correction",
     )
 
     def __init__(self, key: BucketKey, entries: list[Entry], counters: StepCounters, slots: list[int]) -> None:
@@ -246,15 +245,20 @@ class Bucket:
             [local(entry.state[name]) for entry in entries] if name in entries[0].state else []
             for name in self.STATE_NAMES
         ]
+        self.param_correction = [local(entry.state["param_correction"]) for entry in entries if key.correction_bits]
+        self.cache: dict[str, Any] = {}  # what a backend keeps for this bucket
+        self._any_dtensor = any(entry.is_dtensor for entry in entries)
         self._shards = [shard_of(p, key.block_size) for p in self.params]
         self._rows_of_entries: list[int] | None = None
         self._table = torch.empty(0)
 
     def local_params(self) -> list[Tensor]:
-        return [local(p) for p in self.params]
+        return [local(p) for p in self.params] if self._any_dtensor else self.params
 
     def local_grads(self) -> list[Tensor]:
-        return [local_grad(p) for p in self.params]
+        if self._any_dtensor:
+            return [local_grad(p) for p in self.params]
+        return [p.grad for p in self.params]  # type: ignore[misc]
 
     def table(self, rows_of_entries: list[int]) -> Tensor:
         """The int64 table [tensors, TABLE_COLUMNS], on the CPU; the same object while the rows stay the same."""

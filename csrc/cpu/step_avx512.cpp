@@ -1,0 +1,4 @@
+#if defined(__x86_64__)
+#define FUSED8_ISA avx512
+#include "step_kernel.h"
+#endif

@@ -1,0 +1,2 @@
+#define FUSED8_ISA generic
+#include "step_kernel.h"

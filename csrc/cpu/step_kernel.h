@@ -1,0 +1,330 @@
+// One Adam step on 8-bit state: per block load codes, parameters and gradients; decode; step; encode; store. A block
+// stays in the first-level cache between its loops, so memory is passed over once.
+//
+// Included once per instruction set, each time with another FUSED8_ISA. Nothing here may call a function template of
+// the standard library: the linker would share it between the instruction sets.
+
+#pragma once
+
+#include "block_codecs.h"
+// After lanes.h, whose overloads its templates use.
+#include "../adam.h"
+#include "step_args.h"
+
+namespace fused8::FUSED8_ISA {
+
+constexpr int MAX_WIDTH = 256;
+
+// How far ahead to fetch, in elements. The processor's own prefetching pauses while a block is encoded: this is worth
+// 20 to 25% of the step. 256 to 2048 measure alike.
+constexpr int FETCH_AHEAD = 512;
+
+// A stretch of one tensor: a block, or less.
+struct Place {
+  int64_t offset;  // of its first element in the tensor
+  int64_t length;
+  int64_t block;
+  uint32_t index;  // element index of its first element
+};
+
+template <class T>
+T* at(void* base, int64_t offset) {
+  return base == nullptr ? nullptr : static_cast<T*>(base) + offset;
+}
+
+template <class T>
+const T* at(const void* base, int64_t offset) {
+  return static_cast<const T*>(base) + offset;
+}
+
+// `own` itself if it holds W elements, else a copy in `buffer`, filled up to W.
+template <int W, class T>
+T* padded(T* own, int64_t length, T fill, T* buffer) {
+  if (length == W) return own;
+  for (int i = 0; i < W; ++i) buffer[i] = fill;
+  __builtin_memcpy(buffer, own, length * sizeof(T));
+  return buffer;
+}
+
+template <class T>
+void store_padded(const T* buffer, T* own, int64_t length) {
+  if (buffer != own) __builtin_memcpy(own, buffer, length * sizeof(T));
+}
+
+// What the kernel works on: the tensors' own memory if the block is W elements long, else copies.
+template <class Codec, class Param, class Grad>
+struct Block {
+  Param* param;
+  const Grad* grad;
+  typename Codec::Code* exp_avg;
+  typename Codec::SqCode* exp_avg_sq;
+  typename Codec::SqCode* max_exp_avg_sq;
+  typename Codec::Scale* exp_avg_scale;
+  typename Codec::SqScale* exp_avg_sq_scale;
+  typename Codec::SqScale* max_exp_avg_sq_scale;
+  uint32_t index;
+};
+
+// The gradient elements among the first W that count as 0.
+template <int W, class Grad>
+int64_t count_unusable(const Grad* grad) {
+  alignas(64) float grads[W];
+  for (int i = 0; i < W; i += LANES) store(grads + i, load(grad + i));
+  int64_t count = 0;
+  for (float g : grads) count += (float_bits(g) & MAGNITUDE_MASK) > LARGEST_GRAD_BITS;
+  return count;
+}
+
+// Returns the number of gradient elements that counted as 0.
+template <int W, bool AMSGRAD, class Codec, class Param, class Grad>
+int64_t step_block(const Block<Codec, Param, Grad>& block, const Scalars& scalars) {
+  alignas(64) float m[W], v[W], max_v[AMSGRAD ? W : 1];
+  Param* __restrict param = block.param;
+  const Grad* __restrict grad = block.grad;
+  auto* __restrict codes = block.exp_avg;
+  auto* __restrict sq_codes = block.exp_avg_sq;
+  auto* __restrict max_codes = block.max_exp_avg_sq;
+  const Scalars s = scalars;
+  const typename Codec::Decoder decoder(*block.exp_avg_scale, *block.exp_avg_sq_scale);
+  const typename Codec::SqDecoder max_decoder(AMSGRAD ? *block.max_exp_avg_sq_scale : 0);
+  typename Codec::Extent extent;
+  typename Codec::SqExtent max_extent;
+  Ints largest_grad = {};
+  for (int i = 0; i < W; i += LANES) {
+    prefetch(param + i + FETCH_AHEAD);
+    prefetch(grad + i + FETCH_AHEAD);
+    prefetch(codes + i + FETCH_AHEAD);
+    prefetch(sq_codes + i + FETCH_AHEAD);
+    Floats new_m, new_v, new_max = {};
+    decoder.both(load(codes + i), load(sq_codes + i), new_m, new_v);
+    if constexpr (AMSGRAD) new_max = max_decoder.sq(load(max_codes + i));
+    Floats new_param = load(param + i);
+    const Floats g = load(grad + i);
+    adam_update<AMSGRAD>(new_param, usable_or_zero(g), new_m, new_v, new_max, s);
+    store(param + i, new_param);
+    store(m + i, new_m);
+    store(v + i, new_v);
+    extent.add(new_m, new_v);
+    if constexpr (AMSGRAD) {
+      store(max_v + i, new_max);
+      max_extent.add_sq(new_max);
+    }
+    largest_grad = larger(largest_grad, float_bits(g) & MAGNITUDE_MASK);
+  }
+  Codec::template encode<W>(m, v, extent, adaptive::dither(block.index, s.time_offset), codes, sq_codes,
+                            *block.exp_avg_scale, *block.exp_avg_sq_scale);
+  if constexpr (AMSGRAD) {
+    Codec::template encode_sq<W>(max_v, max_extent, max_codes, *block.max_exp_avg_sq_scale);
+  }
+  return largest_lane(largest_grad) > LARGEST_GRAD_BITS ? count_unusable<W>(grad) : 0;
+}
+
+// Steps a place on parameters and gradients at `param` and `grad`.
+template <int W, bool AMSGRAD, class Codec, class Param, class Grad>
+int64_t step_place(const TensorArgs& tensor, const Place& place, Param* param, const Grad* grad) {
+  using Code = typename Codec::Code;
+  using SqCode = typename Codec::SqCode;
+  using SqScale = typename Codec::SqScale;
+  alignas(64) Code codes[W];
+  alignas(64) SqCode sq_codes[W], max_codes[AMSGRAD ? W : 1];
+  alignas(64) Param params[W];
+  alignas(64) Grad grads[W];
+  const int64_t n = place.length;
+  Code* exp_avg = at<Code>(tensor.exp_avg, place.offset);
+  SqCode* exp_avg_sq = at<SqCode>(tensor.exp_avg_sq, place.offset);
+  SqCode* max_exp_avg_sq = at<SqCode>(tensor.max_exp_avg_sq, place.offset);
+
+  Block<Codec, Param, Grad> block;
+  block.param = padded<W>(param, n, Param{}, params);
+  block.grad = padded<W>(const_cast<Grad*>(grad), n, Grad{}, grads);
+  block.exp_avg = padded<W>(exp_avg, n, Codec::ZERO, codes);
+  block.exp_avg_sq = padded<W>(exp_avg_sq, n, SqCode{}, sq_codes);
+  if constexpr (AMSGRAD) block.max_exp_avg_sq = padded<W>(max_exp_avg_sq, n, SqCode{}, max_codes);
+  block.exp_avg_scale = at<typename Codec::Scale>(tensor.exp_avg_scale, place.block);
+  block.exp_avg_sq_scale = at<SqScale>(tensor.exp_avg_sq_scale, place.block);
+  block.max_exp_avg_sq_scale = at<SqScale>(tensor.max_exp_avg_sq_scale, place.block);
+  block.index = place.index;
+
+  const int64_t nonfinite = step_block<W, AMSGRAD>(block, tensor.scalars);
+
+  store_padded(block.param, param, n);
+  store_padded(block.exp_avg, exp_avg, n);
+  store_padded(block.exp_avg_sq, exp_avg_sq, n);
+  if constexpr (AMSGRAD) store_padded(block.max_exp_avg_sq, max_exp_avg_sq, n);
+  return nonfinite;
+}
+
+// With the smallest width that holds the place: a row of 16 elements should not cost as much as one of 256.
+template <bool AMSGRAD, class Codec, class Param, class Grad>
+int64_t step_any_width(const TensorArgs& tensor, const Place& place, Param* param, const Grad* grad) {
+  if (place.length > 128) return step_place<256, AMSGRAD, Codec>(tensor, place, param, grad);
+  if (place.length > 64) return step_place<128, AMSGRAD, Codec>(tensor, place, param, grad);
+  if (place.length > 32) return step_place<64, AMSGRAD, Codec>(tensor, place, param, grad);
+  if (place.length > 16) return step_place<32, AMSGRAD, Codec>(tensor, place, param, grad);
+  return step_place<16, AMSGRAD, Codec>(tensor, place, param, grad);
+}
+
+// Elements of any dtype -> FP32 and back, up to MAX_WIDTH of them.
+template <class T>
+void convert(const T* from, float* to, int64_t length) {
+  alignas(64) T buffer[MAX_WIDTH];
+  from = padded<MAX_WIDTH>(const_cast<T*>(from), length, T{}, buffer);
+  for (int i = 0; i < MAX_WIDTH; i += LANES) store(to + i, load(from + i));
+}
+
+template <class T>
+void convert_back(const float* from, T* to, int64_t length) {
+  alignas(64) T buffer[MAX_WIDTH];
+  for (int i = 0; i < MAX_WIDTH; i += LANES) store(buffer + i, load(from + i));
+  __builtin_memcpy(to, buffer, length * sizeof(T));
+}
+
+inline void load_floats(Dtype dtype, const void* base, const Place& place, float* to) {
+  switch (dtype) {
+    case Dtype::FLOAT32: return convert(at<float>(base, place.offset), to, place.length);
+    case Dtype::BFLOAT16: return convert(at<BFloat16>(base, place.offset), to, place.length);
+    case Dtype::FLOAT16: return convert(at<Float16>(base, place.offset), to, place.length);
+  }
+}
+
+inline void store_floats(Dtype dtype, const float* from, void* base, const Place& place) {
+  switch (dtype) {
+    case Dtype::FLOAT32: return convert_back(from, at<float>(base, place.offset), place.length);
+    case Dtype::BFLOAT16: return convert_back(from, at<BFloat16>(base, place.offset), place.length);
+    case Dtype::FLOAT16: return convert_back(from, at<Float16>(base, place.offset), place.length);
+  }
+}
+
+inline bool grad_as_is(const StepArgs& args) {
+  return args.grad_factor == 1.0f && !args.coupled_weight_decay;
+}
+
+// The FP32 parameter and gradient of one place, whatever their dtypes: the tensors' own memory where it will do, else a
+// copy. The gradient is unscaled, negated to maximize, and has its weight decay.
+class Fp32Operands {
+ public:
+  float* param;
+  const float* grad;
+
+  Fp32Operands(const StepArgs& args, const TensorArgs& tensor, const Place& place) : args_(args) {
+    param = at<float>(tensor.param, place.offset);
+    grad = at<float>(tensor.grad, place.offset);
+    if (args.param_dtype != Dtype::FLOAT32) {
+      load_floats(args.param_dtype, tensor.param, place, params_);
+      param = params_;
+    }
+    if (args.grad_dtype == Dtype::FLOAT32 && grad_as_is(args)) return;
+    load_floats(args.grad_dtype, tensor.grad, place, grads_);
+    for (float& g : grads_) g = g * args.grad_factor;
+    if (args.coupled_weight_decay) {
+      for (int64_t i = 0; i < place.length; ++i) grads_[i] = grads_[i] + tensor.scalars.weight_decay * param[i];
+    }
+    grad = grads_;
+  }
+
+  void store_param(const TensorArgs& tensor, const Place& place) const {
+    if (param == params_) store_floats(args_.param_dtype, params_, tensor.param, place);
+  }
+
+ private:
+  const StepArgs& args_;
+  alignas(64) float params_[MAX_WIDTH];
+  alignas(64) float grads_[MAX_WIDTH];
+};
+
+template <class Codec, bool AMSGRAD>
+int64_t step_any_dtype(const StepArgs& args, const TensorArgs& tensor, const Place& place) {
+  if (args.param_dtype == Dtype::BFLOAT16 && args.grad_dtype == Dtype::BFLOAT16 && grad_as_is(args)) {
+    return step_any_width<AMSGRAD, Codec>(tensor, place, at<BFloat16>(tensor.param, place.offset),
+                                          at<BFloat16>(tensor.grad, place.offset));
+  }
+  const Fp32Operands operands(args, tensor, place);
+  const int64_t nonfinite = step_any_width<AMSGRAD, Codec>(tensor, place, operands.param, operands.grad);
+  operands.store_param(tensor, place);
+  return nonfinite;
+}
+
+// Steps the blocks of a tensor whose first element lies in [begin, end).
+template <class Codec, bool AMSGRAD>
+int64_t step_tensor(const StepArgs& args, const TensorArgs& tensor, int64_t begin, int64_t end) {
+  int64_t nonfinite = 0;
+  int64_t row = begin / tensor.inner;
+  int64_t block_in_row = (begin % tensor.inner + args.block_size - 1) / args.block_size;
+  for (;; ++block_in_row) {
+    if (block_in_row == tensor.blocks_per_row) {
+      block_in_row = 0;
+      ++row;
+    }
+    const int64_t col = block_in_row * args.block_size;
+    Place place;
+    place.offset = row * tensor.inner + col;
+    if (place.offset >= end) return nonfinite;
+    place.length = smaller(tensor.inner - col, args.block_size);
+    place.block = row * tensor.blocks_per_row + block_in_row;
+    place.index = tensor.first_index + static_cast<uint32_t>(row) * tensor.row_stride + static_cast<uint32_t>(col);
+    nonfinite += step_any_dtype<Codec, AMSGRAD>(args, tensor, place);
+  }
+}
+
+// FP32 state has no blocks.
+template <bool AMSGRAD>
+int64_t step_tensor_fp32(const StepArgs& args, const TensorArgs& tensor, int64_t begin, int64_t end) {
+  const Scalars s = tensor.scalars;
+  int64_t nonfinite = 0;
+  for (int64_t offset = begin; offset < end; offset += MAX_WIDTH) {
+    const Place place{offset, smaller<int64_t>(end - offset, MAX_WIDTH), 0, 0};
+    const Fp32Operands operands(args, tensor, place);
+    float* __restrict param = operands.param;
+    const float* __restrict grad = operands.grad;
+    float* __restrict exp_avg = at<float>(tensor.exp_avg, offset);
+    float* __restrict exp_avg_sq = at<float>(tensor.exp_avg_sq, offset);
+    float* __restrict max_exp_avg_sq = at<float>(tensor.max_exp_avg_sq, offset);
+    float without_amsgrad = 0.0f;
+    for (int64_t i = 0; i < place.length; ++i) {
+      adam_update<AMSGRAD>(param[i], usable_or_zero(grad[i]), exp_avg[i], exp_avg_sq[i],
+                           AMSGRAD ? max_exp_avg_sq[i] : without_amsgrad, s);
+      nonfinite += (float_bits(grad[i]) & MAGNITUDE_MASK) > LARGEST_GRAD_BITS;
+    }
+    operands.store_param(tensor, place);
+  }
+  return nonfinite;
+}
+
+using TensorFunction = int64_t (*)(const StepArgs&, const TensorArgs&, int64_t begin, int64_t end);
+
+template <bool AMSGRAD>
+TensorFunction tensor_function(CodecName codec) {
+  switch (codec) {
+    case CodecName::ADAPTIVE: return step_tensor<AdaptiveCodec, AMSGRAD>;
+    case CodecName::DYNAMIC: return step_tensor<DynamicCodec, AMSGRAD>;
+    case CodecName::E4M3: return step_tensor<E4M3Codec, AMSGRAD>;
+    case CodecName::FP32: break;
+  }
+  return step_tensor_fp32<AMSGRAD>;
+}
+
+// The last tensor that begins at or before `element`.
+inline int64_t find_tensor(const StepArgs& args, int64_t element) {
+  int64_t low = 0, high = args.tensor_count;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (args.tensors[middle].begin <= element ? low : high) = middle;
+  }
+  return low;
+}
+
+int64_t step_elements(const StepArgs& call_args, int64_t begin, int64_t end) {
+  StepArgs args = call_args;
+  args.grad_factor = (args.maximize ? -1.0f : 1.0f) / args.grad_scale;
+  const TensorFunction step = args.amsgrad ? tensor_function<true>(args.codec) : tensor_function<false>(args.codec);
+  int64_t nonfinite = 0;
+  for (int64_t t = find_tensor(args, begin); t < args.tensor_count && args.tensors[t].begin < end; ++t) {
+    const TensorArgs& tensor = args.tensors[t];
+    const int64_t from = larger<int64_t>(begin - tensor.begin, 0);
+    const int64_t to = smaller(end, tensor.end) - tensor.begin;
+    if (from < to) nonfinite += step(args, tensor, from, to);
+  }
+  return nonfinite;
+}
+
+}  // namespace fused8::FUSED8_ISA

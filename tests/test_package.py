@@ -1,0 +1,91 @@
+"""Installing: what is in the archives, and what happens without a compiler or without torch."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+IGNORED = shutil.ignore_patterns(".*", "__pycache__", "*.so", "*.egg-info", "build", "dist", "demo_out")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("checkout") / "fused8", ignore=IGNORED)
+
+
+def build(checkout, what, **environment):
+    """Run setup.py in a fresh copy; its output, and the one archive it made."""
+    shutil.rmtree(checkout / "dist", ignore_errors=True)
+    shutil.rmtree(checkout / "build", ignore_errors=True)
+    done = subprocess.run(
+        [sys.executable, "setup.py", what],
+        cwd=checkout,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return done, list((checkout / "dist").glob("*"))
+
+
+def check_installation_without_library(wheel, where):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(where)
+    assert {"fused8/__init__.py", "fused8/py.typed", "fused8/triton_kernels/__init__.py"} <= set(names)
+    assert not [name for name in names if name.endswith(".so") or name.startswith("tests")]
+    program = (
+        "import torch, fused8; p = torch.nn.Parameter(torch.ones(64, 64)); p.grad = torch.ones(64, 64);"
+        "o = fused8.AdamW8bit([p]); o.step(); o.step(); print(fused8.__file__, p[0, 0].item())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=where,
+        env=os.environ | {"PYTHONPATH": str(where)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(where)) and float(done.stdout.split()[-1]) < 1
+    assert done.stderr.count("compiled library is missing") == 1
+
+
+def test_without_a_compiler_installation_succeeds_and_says_what_to_do(checkout, tmp_path):
+    done, (wheel,) = build(checkout, "bdist_wheel", CXX="no-such-compiler")
+    assert done.returncode == 0, done.stdout
+    advice = [line for line in done.stdout.splitlines() if line.startswith("fused8: the compiled kernels were not")]
+    assert len(advice) == 1 and "compiler" in advice[0]
+    check_installation_without_library(wheel, tmp_path)
+
+
+def test_a_build_can_be_required_or_left_out(checkout):
+    done, archives = build(checkout, "bdist_wheel", CXX="no-such-compiler", FUSED8_REQUIRE_BUILD="1")
+    assert done.returncode != 0 and not archives
+    done, (wheel,) = build(checkout, "bdist_wheel", FUSED8_NO_BUILD="1")
+    assert done.returncode == 0 and wheel.name.endswith("py3-none-any.whl")
+
+
+def test_source_archive_can_build_the_library(checkout):
+    done, (archive,) = build(checkout, "sdist", FUSED8_NO_BUILD="1")
+    assert done.returncode == 0, done.stdout
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert sources <= names and {"LICENSE", "README.md", "setup.py", "triton_kernels/__init__.py"} <= names
+
+
+def test_import_needs_neither_triton_nor_numpy_nor_the_extras():
+    program = (
+        "import sys; import torch; before = set(sys.modules); import fused8;"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}; print(sorted(new))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert not {"triton", "rich", "matplotlib", "transformers", "bitsandbytes"} & set(eval(done.stdout))
