@@ -1,8 +1,9 @@
 """What the GPU kernel costs, read from its machine code: no GPU needed.
 
-Compiles the aligned path of the Triton kernel for each codec and dtype and prints registers, spills, shared memory,
-memory instructions, executed instructions and bytes per parameter, and from those the time that one step of 10^9
-parameters takes where memory or instruction issue is the limit. `python -m bench.gpu_static [--json]`.
+Compiles the Triton kernel and, where nvcc is on the PATH, the CUDA C++ kernel for each codec and dtype. Prints for the
+aligned path registers, spills, shared memory, memory instructions, executed instructions and bytes per parameter, and
+from those the time that one step of 10^9 parameters takes where memory or instruction issue is the limit.
+`python -m bench.gpu_static [--json]`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +61,7 @@ FULL_TILES, ALL_TILES = "full", "all"
 class Report:
     """One compiled kernel. Instruction counts are per parameter, on the path without special cases."""
 
+    kernel: str
     target: str
     codec: str
     param_dtype: str
@@ -134,6 +138,35 @@ def compile_kernel(
     return triton.compile(source, target=gpu, options=adam.compile_options(kind))
 
 
+CUDA_SOURCE = Path(__file__).parent.parent / "csrc" / "cuda"
+CUDA_CODECS = {"adaptive": "AdaptiveCodec", "dynamic": "DynamicCodec", "e4m3": "E4M3Codec", "fp32": "Fp32Codec"}
+CUDA_TYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+CUDA_ELEMENTS = 16  # ELEMENTS in csrc/cuda/lanes.cuh
+NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-prec-sqrt=true", "-prec-div=true", "-ftz=false"]
+NVCC_FLAGS += ["--Werror", "all-warnings"]
+
+
+def compile_cuda_kernel(
+    target: str, codec: str, param_dtype: torch.dtype, grad_dtype: torch.dtype, *, amsgrad: bool = False
+) -> bytes:
+    """The cubin of one CUDA C++ kernel for a target ("sm_90"), compiled as setup.py does."""
+    arguments = f"{CUDA_CODECS[codec]}, {str(amsgrad).lower()}, {CUDA_TYPES[param_dtype]}, {CUDA_TYPES[grad_dtype]}"
+    source = f"""
+#include "adam_cuda.cuh"
+namespace fused8::cuda {{
+template __global__ void adam_kernel<{arguments}>(const __grid_constant__ Launch);
+}}
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cu")
+        path.write_text(source)
+        command = ["nvcc", *NVCC_FLAGS, f"-arch={target}", "-cubin", f"-I{CUDA_SOURCE}", "-o", f"{folder}/out", path]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(f"nvcc failed on {arguments} for {target}:\n{result.stderr}")
+        return Path(folder, "out").read_bytes()
+
+
 def disassemble(cubin: bytes) -> tuple[list[Instruction], dict[str, int]]:
     """The instructions of a cubin and its resource usage."""
     import triton
@@ -203,17 +236,39 @@ def bytes_per_parameter(codec: str, param_dtype: torch.dtype, grad_dtype: torch.
 
 
 def report(target: str, codec: str, param_dtype: torch.dtype, grad_dtype: torch.dtype, **options: Any) -> Report:
+    """On the Triton kernel. `options`: those of `compile_kernel`."""
     from fused8.triton_kernels.launch import CONFIGS
 
     kernel = compile_kernel(target, codec, param_dtype, grad_dtype, **options)
-    instructions, usage = disassemble(kernel.asm["cubin"])
-    per_thread = CONFIGS["cuda"].tile / (32 * CONFIGS["cuda"].num_warps)
+    per_thread = CONFIGS["cuda"].tile // (32 * CONFIGS["cuda"].num_warps)
+    shared = kernel.metadata.shared
+    return _report("triton", kernel.asm["cubin"], shared, per_thread, target, codec, param_dtype, grad_dtype)
+
+
+def cuda_report(target: str, codec: str, param_dtype: torch.dtype, grad_dtype: torch.dtype, **options: Any) -> Report:
+    """On the CUDA C++ kernel. `options`: those of `compile_cuda_kernel`."""
+    cubin = compile_cuda_kernel(target, codec, param_dtype, grad_dtype, **options)
+    return _report("cuda", cubin, None, CUDA_ELEMENTS, target, codec, param_dtype, grad_dtype)
+
+
+def _report(
+    kernel: str,
+    cubin: bytes,
+    shared_bytes: int | None,
+    per_thread: int,
+    target: str,
+    codec: str,
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+) -> Report:
+    instructions, usage = disassemble(cubin)
     path = executed(instructions)
     pipes = collections.Counter(PIPE_OF.get(x.base, "other") for x in path)
     loads = [x for x in path if x.base == "LDG"]
     stores = [x for x in path if x.base == "STG"]
     wide = [x for x in loads + stores if ".128" in x.name]
     result = Report(
+        kernel=kernel,
         target=target,
         codec=codec,
         param_dtype=str(param_dtype).removeprefix("torch."),
@@ -221,7 +276,7 @@ def report(target: str, codec: str, param_dtype: torch.dtype, grad_dtype: torch.
         registers=usage["REG"],
         spilled_bytes=usage["STACK"] + usage["LOCAL"],
         local_accesses=sum(x.base in ("LDL", "STL") for x in instructions),
-        shared_bytes=kernel.metadata.shared,
+        shared_bytes=usage["SHARED"] if shared_bytes is None else shared_bytes,
         wide_accesses=len(wide),
         narrow_loads=sum(".128" not in x.name for x in loads),
         narrow_stores=sum(".128" not in x.name for x in stores),
@@ -245,8 +300,10 @@ def report(target: str, codec: str, param_dtype: torch.dtype, grad_dtype: torch.
 def reports() -> list[Report]:
     codecs = ("adaptive", "dynamic", "e4m3", "fp32")
     dtypes = ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32))
+    makers = [report, cuda_report] if shutil.which("nvcc") else [report]
     return [
-        report(target, codec, *pair) for target, codec, pair in itertools.product(("sm_80", "sm_90"), codecs, dtypes)
+        make(target, codec, *pair)
+        for make, target, codec, pair in itertools.product(makers, ("sm_80", "sm_90"), codecs, dtypes)
     ]
 
 
@@ -254,10 +311,12 @@ def print_table(rows: list[Report]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ["target", "codec", "dtypes", "regs", "spills", "shared", "128-bit", "narrow", "instr", "alu", "B/param"]
+    columns = ["kernel", "target", "codec", "dtypes", "regs", "spills", "shared", "128-bit", "narrow", "instr", "alu"]
+    columns += ["B/param"]
     table = Table(*columns, *GPUS, title=f"One step of {PARAMETERS:.0e} parameters, predicted: ms, of bandwidth limit")
     for row in rows:
         table.add_row(
+            row.kernel,
             row.target,
             row.codec,
             f"{row.param_dtype}/{row.grad_dtype}".replace("float", "f"),

@@ -37,17 +37,44 @@ FUSED8_HD Float usable_or_zero(Float grad) {
   return (float_bits(grad) & MAGNITUDE_MASK) <= LARGEST_GRAD_BITS ? grad : Float{};
 }
 
+// How a kernel takes square roots and divides; both correctly rounded.
+struct ExactMath {
+  template <class Float>
+  FUSED8_HD static Float root(Float x) {
+    return square_root(x);
+  }
+  template <class Float>
+  FUSED8_HD static Float ratio(Float x, Float y) {
+    return x / y;
+  }
+};
+
+template <class Float>
+FUSED8_HD void update_moments(Float grad, Float& exp_avg, Float& exp_avg_sq, const Scalars& s) {
+  exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * grad;
+  exp_avg_sq = s.beta2 * exp_avg_sq + (s.one_minus_beta2 * grad) * grad;
+}
+
+template <class Float>
+FUSED8_HD Float update_max(Float max_exp_avg_sq, Float exp_avg_sq) {
+  return bits_float(larger(float_bits(max_exp_avg_sq), float_bits(exp_avg_sq)));
+}
+
+// The new parameter from the new moments. With AMSGrad `exp_avg_sq` is the largest one so far.
+template <class Math, class Float>
+FUSED8_HD Float update_param(Float param, Float exp_avg, Float exp_avg_sq, const Scalars& s) {
+  const Float denom = Math::root(exp_avg_sq) * s.inv_bias_correction2_sqrt + s.eps;
+  return param * s.decay - s.step_size * Math::ratio(exp_avg, denom);
+}
+
 // One step for one parameter, in place. With AMSGRAD, `max_exp_avg_sq` takes the place of `exp_avg_sq` in the
 // denominator; without, it is not touched.
 template <bool AMSGRAD, class Float>
 FUSED8_HD void adam_update(Float& param, Float grad, Float& exp_avg, Float& exp_avg_sq, Float& max_exp_avg_sq,
                            const Scalars& s) {
-  param = param * s.decay;
-  exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * grad;
-  exp_avg_sq = s.beta2 * exp_avg_sq + (s.one_minus_beta2 * grad) * grad;
-  if (AMSGRAD) max_exp_avg_sq = bits_float(larger(float_bits(max_exp_avg_sq), float_bits(exp_avg_sq)));
-  const Float denom = square_root(AMSGRAD ? max_exp_avg_sq : exp_avg_sq) * s.inv_bias_correction2_sqrt + s.eps;
-  param = param - s.step_size * (exp_avg / denom);
+  update_moments(grad, exp_avg, exp_avg_sq, s);
+  if (AMSGRAD) max_exp_avg_sq = update_max(max_exp_avg_sq, exp_avg_sq);
+  param = update_param<ExactMath>(param, exp_avg, AMSGRAD ? max_exp_avg_sq : exp_avg_sq, s);
 }
 
 }  // namespace FUSED8_ISA

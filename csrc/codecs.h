@@ -15,8 +15,13 @@ constexpr float ROUNDING = 12582912.0f;
 constexpr int32_t ROUNDING_BITS = 0x4B400000;
 
 template <class Float>
+FUSED8_HD auto round_to_low_bits(Float x) {
+  return float_bits(x + ROUNDING);
+}
+
+template <class Float>
 FUSED8_HD auto round_to_int(Float x) {
-  return float_bits(x + ROUNDING) - ROUNDING_BITS;
+  return round_to_low_bits(x) - ROUNDING_BITS;
 }
 
 // 1 where v > 0 and 0 where v = 0.
@@ -62,7 +67,7 @@ FUSED8_HD Grid<int32_t> choose_grid(int32_t largest, int32_t smallest) {
 
 template <class Int>
 FUSED8_HD Int decode_cell(Int code, Grid<Int> grid) {
-  return code == 0 ? Int{} : code + grid.base;
+  return code > 0 ? code + grid.base : Int{};
 }
 
 template <class Int>
@@ -108,14 +113,14 @@ FUSED8_HD Int encode_cell(Int sq_bits, Int add, Grid<Int> grid) {
 
 template <class Int>
 FUSED8_HD Int encode_sq(Int sq_bits, Int cell, Grid<Int> grid) {
-  return sq_bits == 0 ? Int{} : cell - grid.base;
+  return sq_bits > 0 ? cell - grid.base : Int{};
 }
 
 // m relative to the root of the v that its cell stands for.
 template <class Float, class Int>
 FUSED8_HD Float ratio(Float m, Int sq_bits, Int cell, Grid<Int> grid) {
   const Float inverse_root = bits_float((190 - half_exponent(cell, grid)) << 23);
-  return sq_bits == 0 ? Float{} : m * inverse_root;
+  return sq_bits > 0 ? m * inverse_root : Float{};
 }
 
 // From the bits of a block's largest |ratio|: what turns a ratio into a code, and a code into a ratio.
@@ -217,7 +222,7 @@ FUSED8_HD auto encode(Float y, const Map& map) {
   const auto distance = estimate_distance(bits_float(bits & MAGNITUDE_MASK), map);
   const auto sign = bits >> 31;  // -1 or 0
   const auto code = ((distance - 1) ^ sign) + (SIGNED_ZERO + 1);
-  return lookup(map.floor, code) < y ? code : code - 1;
+  return less_one_unless(lookup(map.floor, code) < y, code);
 }
 
 // The same for y = v / absmax. A positive v never becomes 0: m would keep a code while v vanished, and the next step
@@ -225,7 +230,7 @@ FUSED8_HD auto encode(Float y, const Map& map) {
 template <class Float>
 FUSED8_HD auto encode_sq(Float y, Float v, const Map& map) {
   const auto code = estimate_distance(y, map);
-  return larger(lookup(map.floor, code) < y ? code : code - 1, positive(v));
+  return larger(less_one_unless(lookup(map.floor, code) < y, code), positive(v));
 }
 
 }  // namespace dynamic

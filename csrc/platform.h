@@ -68,6 +68,11 @@ FUSED8_HD float lookup(const float* table, int32_t index) {
   return table[index];
 }
 
+// Without a branch: the callers' conditions are coin tosses.
+FUSED8_HD int32_t less_one_unless(bool condition, int32_t x) {
+  return x - !condition;
+}
+
 // In a table of 8, by the index modulo 8.
 FUSED8_HD float lookup8(const float* table, int32_t index) {
   return table[index & 7];

@@ -263,7 +263,7 @@ def plot(results: dict, file: Path) -> None:
     smooth = {}
     for name, color, width in ((ADAMW, "#9aa0a6", 6), (ADAMW8BIT, "#d9480f", 2)):
         run = results["runs"][name]
-        smooth[name] = [statistics.fmean(run["losses"][max(0, step - 20) : step]) for step in steps]
+        smooth[name] = [statistics.fmean(run["losses"][max(0, step - 11) : step + 10]) for step in steps]
         label = f"{name}: held-out {run['held_out_loss']:.3f}, {run['bytes_per_parameter']:.2f} B of state/parameter"
         top.plot(steps, run["losses"], color=color, alpha=0.3, linewidth=0.8)
         top.plot(steps, smooth[name], color=color, linewidth=width, label=label)
@@ -272,7 +272,7 @@ def plot(results: dict, file: Path) -> None:
     gap = [100 * (ours / theirs - 1) for theirs, ours in zip(smooth[ADAMW], smooth[ADAMW8BIT], strict=True)]
     limit = 1.1 * max(1.0, *map(abs, gap))
     bottom.plot(steps, gap, color="#d9480f", linewidth=2)
-    bottom.set(xlabel="step", ylabel="difference (%)", ylim=(-limit, limit))
+    bottom.set(xlabel="step", ylabel="8-bit vs.\nAdamW (%)", ylim=(-limit, limit))
     figure.savefig(file, dpi=150)
 
 

@@ -76,7 +76,7 @@ struct AdaptiveCodec {
       dithers += LANES * adaptive::SPACE;
     }
     const adaptive::RatioScale ratio_scale = adaptive::ratio_scale(largest_lane(largest));
-    for (int i = 0; i < W; i += LANES) store(codes + i, round_to_int(load(m + i) * ratio_scale.inverse));
+    for (int i = 0; i < W; i += LANES) store(codes + i, round_to_low_bits(load(m + i) * ratio_scale.inverse));
     scale = ratio_scale.scale;
     sq_scale = adaptive::pack_grid(of_block);
   }

@@ -56,6 +56,10 @@ inline Ints to_int(Floats x) {
   return __builtin_convertvector(x, Ints);
 }
 
+inline Ints less_one_unless(Ints condition, Ints x) {
+  return condition ? x : x - 1;
+}
+
 // Hidden from the compiler that all lanes are the same, so that shifts by it take one operation.
 inline Ints broadcast(int32_t x) {
   Ints lanes = x - Ints{};
@@ -124,7 +128,7 @@ inline Ints load(const uint16_t* from) {
   return reinterpret_cast<Ints>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
 
-// Of each lane only the low half.
+// Lanes are at most 0xFFFF.
 inline void store(uint16_t* to, Ints x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
 }
@@ -189,9 +193,9 @@ inline Ints load(const uint16_t* from) {
   return reinterpret_cast<Ints>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 
-// Of each lane only the low half.
+// Lanes are at most 0xFFFF.
 inline void store(uint16_t* to, Ints x) {
-  const __m256i words = reinterpret_cast<__m256i>(x & 0xFFFF);
+  const __m256i words = reinterpret_cast<__m256i>(x);
   const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(low, high));
 }
@@ -276,8 +280,8 @@ inline Floats load(const BFloat16* from) {
 }
 
 inline void store(BFloat16* to, Floats x) {
-  const Ints bits = float_bits(x);
-  const Ints rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  const Uints bits = (Uints)float_bits(x);
+  const Ints rounded = (Ints)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
   store(&to->bits, x == x ? rounded : Ints{} + 0x7FC0);
 }
 

@@ -20,6 +20,7 @@ from . import reference
 logger = logging.getLogger("fused8")
 
 LIBRARY = Path(__file__).with_name("libfused8.so")
+CUDA_LIBRARY = Path(__file__).with_name("libfused8_cuda.so")
 
 OLDEST_TRITON = (3, 6)  # earlier ones flush denormal numbers to zero
 
@@ -39,6 +40,21 @@ def load_library() -> str | None:
     return None
 
 
+@functools.cache
+def load_cuda_library() -> str | None:
+    """Load the library of the CUDA C++ kernels once, which needs the CUDA of torch; as `load_library`."""
+    if not CUDA_LIBRARY.exists():
+        return (
+            f"its library is missing ({CUDA_LIBRARY.name}): it is built when fused8 is installed with nvcc and torch "
+            "present (FUSED8_CUDA=1 pip install --no-build-isolation)"
+        )
+    try:
+        torch.ops.load_library(str(CUDA_LIBRARY))
+    except (OSError, RuntimeError) as error:
+        return f"its library could not be loaded: {error}"
+    return None
+
+
 class Backend(NamedTuple):
     name: str
     unavailable: Callable[[torch.device], str | None]
@@ -53,7 +69,7 @@ def _cpp_unavailable(device: torch.device) -> str | None:
     return load_library()
 
 
-def _cpp_adam_step(*args: Any, cache: dict[str, Any]) -> None:
+def _operator_adam_step(*args: Any, cache: dict[str, Any]) -> None:
     torch.ops.fused8.adam_step_(*args)
 
 
@@ -82,6 +98,12 @@ def _triton_adam_step(*args: Any, cache: dict[str, Any]) -> None:
     adam_step(*args, cache=cache)
 
 
+def _cuda_unavailable(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"it serves CUDA devices, not {'ROCm' if device.type == 'cuda' else device.type}"
+    return load_cuda_library()
+
+
 def _reference_unavailable(device: torch.device) -> str | None:
     return None
 
@@ -93,8 +115,9 @@ def _reference_adam_step(*args: Any, cache: dict[str, Any], **rounding: Any) -> 
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("cpp", _cpp_unavailable, _cpp_adam_step),
+        Backend("cpp", _cpp_unavailable, _operator_adam_step),
         Backend("triton", _triton_unavailable, _triton_adam_step),
+        Backend("cuda", _cuda_unavailable, _operator_adam_step),
         Backend("reference", _reference_unavailable, _reference_adam_step),
     )
 }
