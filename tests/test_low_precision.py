@@ -40,10 +40,10 @@ def advance(optimizer, first, last, grad_dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_updates_add_up_only_when_rounded_stochastically(dtype):
-    """1000 steps of 1/64 of a code: to nearest nothing moves; stochastically the mean moves as it should. The mean of
+    """400 steps of 1/64 of a code: to nearest nothing moves; stochastically the mean moves as it should. The mean of
     n elements after k steps has a standard error of at most sqrt(k / n) / 2 codes."""
     code = torch.finfo(dtype).eps
-    n, k = 64 * 256, 1000
+    n, k = 64 * 256, 400
     moved = {}
     for rounding in ("nearest", "stochastic"):
         p = torch.nn.Parameter(torch.full((64, 256), 1.5, dtype=dtype))
@@ -130,8 +130,18 @@ def test_extra_bits_are_saved_and_resumed():
         assert_same_optimizers(advance(a, 5, 8), advance(b, 5, 8), str(options))
 
 
+def test_a_file_with_extra_bits_is_not_converted_without_them():
+    saved = stepped(torch.bfloat16, steps=1, master_bits=24).state_dict()
+    for convert in (fused8.convert.to_torch_state_dict, fused8.convert.to_bitsandbytes_state_dict):
+        with pytest.raises(ValueError, match="master_bits"):
+            convert(saved)
+    plain = AdamW8bit(make_parameters(SHAPES, torch.bfloat16), min_8bit_size=0)
+    with pytest.warns(UserWarning, match="extra mantissa bits"):
+        plain.load_state_dict(saved)
+
+
 def test_master_bits_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="parameter 0 of group 0.*24 or 32"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*24 or 32"):
         AdamW8bit(make_parameters([(2, 2)], torch.bfloat16), master_bits=16)
     with pytest.raises(ValueError, match="16 or 24"):
         AdamW8bit(make_parameters([(2, 2)], torch.float8_e4m3fn), master_bits=32)
@@ -162,11 +172,11 @@ def test_memory_of_extra_bits():
 def test_fp8_parameters_move_towards_a_target(dtype, options):
     """A regression to a target by its own gradient: far below one code per step, so only unbiased rounding or extra
     bits get there; rounded to nearest the parameter stays where it was."""
-    target = torch.full((64, 256), 1.3)
-    p = torch.nn.Parameter(torch.full((64, 256), 1.0).to(dtype))
+    target = torch.full((16, 256), 1.3)
+    p = torch.nn.Parameter(torch.full((16, 256), 1.0).to(dtype))
     p.grad_dtype = None
-    optimizer = AdamW8bit([p], lr=2e-3, weight_decay=0.0, **options)
-    for _ in range(600):
+    optimizer = AdamW8bit([p], lr=4e-3, weight_decay=0.0, **options)
+    for _ in range(300):
         p.grad = p.detach().float() - target
         optimizer.step()
     error = (p.detach().float() - target).mean().abs().item()

@@ -38,11 +38,18 @@ _DEFAULTS: dict[str, Any] = {
     "block_size": 256,
     "min_8bit_size": 4096,
     "state_bits": 8,
+    "param_rounding": None,
+    "rounding_seed": 0,
+    "master_bits": None,
+    "max_grad_norm": None,
     "backend": None,
     "state_format": state_of.STATE_FORMAT,
 }
 # What stands in a group of fused8 and of no other optimizer.
-_ONLY_FUSED8 = ("codec", "block_size", "min_8bit_size", "state_bits", "backend", "state_format")
+_ONLY_FUSED8 = (
+    *("codec", "block_size", "min_8bit_size", "state_bits", "param_rounding", "rounding_seed", "master_bits"),
+    *("max_grad_norm", "backend", "state_format"),
+)
 
 
 class Converted(NamedTuple):
@@ -413,6 +420,11 @@ def _saved_parameters(state_dict: Mapping[str, Any], groups: list[dict[str, Any]
             if not state:
                 continue
             name = options.parameter_name(group, number, i)
+            if "param_correction" in state:
+                raise ValueError(
+                    f"the saved state of {name} has extra mantissa bits (master_bits), which a converted file cannot "
+                    "carry: load it into an optimizer of fused8"
+                )
             try:
                 example = foreign.example(state)
                 source = foreign.source_of(state, example, group)

@@ -83,7 +83,7 @@ class Load:
         saved, correction = dict(saved), None
         if CORRECTION in saved:
             correction = saved.pop(CORRECTION)
-        source = foreign.source_of(saved, p, as_saved)
+        source = foreign.source_of(saved, p, {**as_saved, "master_bits": None})
         converted = convert.own_state(source, p, group, p.device)
         self.report.add(source, foreign.in_words(state_of.codec_of_parameter(p, group), group["block_size"]), converted)
         own = converted.tensors
