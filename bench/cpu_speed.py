@@ -21,13 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import fused8
 import torch
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
+
+import fused8
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CODECS = ("adaptive", "dynamic", "e4m3")

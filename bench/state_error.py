@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import fused8
 import torch
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
+
+import fused8
 
 from . import streams
 
