@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from .optimizer import Adam8bit
@@ -43,9 +41,6 @@ class StepInBackward:
             hook.remove()
         self._hooks = []
         self._optimizer._in_backward = None
-
-    def __getstate__(self) -> Any:
-        raise TypeError("an optimizer with step_in_backward cannot be copied or pickled: remove() it first")
 
 
 def step_in_backward(optimizer: Adam8bit) -> StepInBackward:

@@ -62,8 +62,8 @@ class Adam8bit(torch.optim.Optimizer):
         max_grad_norm: clip the gradients of all groups together to this Euclidean norm, as
             torch.nn.utils.clip_grad_norm_ would before the step, without writing them. The norm is then in
             `last_grad_norm`.
-        backend: None chooses by device. "cpp", "triton" or "reference" insist on one: an error says why if it cannot
-            serve.
+        backend: None chooses by device. "cpp", "triton", "cuda" or "reference" insist on one: an error says why if it
+            cannot serve.
 
     State of a parameter, under torch's names: `step` (float32 scalar), `exp_avg`, `exp_avg_sq` (codes of the
     parameter's shape) and `exp_avg_scale`, `exp_avg_sq_scale` ([rows, blocks per row]; rows is dim 0); FP32 `exp_avg`,
@@ -128,6 +128,7 @@ class Adam8bit(torch.optim.Optimizer):
         options.check(defaults, "the defaults")
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._in_backward: Any = None
+        self.last_grad_norm: Tensor | None = None
         super().__init__(params, defaults)
         self._planner = Planner(self)
 
@@ -155,6 +156,7 @@ class Adam8bit(torch.optim.Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_nonfinite", {})
         self.__dict__.setdefault("_in_backward", None)
+        self.__dict__.setdefault("last_grad_norm", None)
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
