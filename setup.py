@@ -163,9 +163,10 @@ class BuildLibraries(build_ext):
             compiler = ["-ccbin", *self.cxx()[:1]] if "CXX" in os.environ else []
             execute([str(find_nvcc()), *compiler, *NVCC_FLAGS, *cuda_architectures(), *common])
             return target
-        flags = [*CXX_FLAGS, *(SANITIZE_FLAGS if SANITIZE else OPTIMIZE_FLAGS), *FLOAT_FLAGS]
+        flags = [*CXX_FLAGS, *(SANITIZE_FLAGS if SANITIZE else OPTIMIZE_FLAGS)]
+        flags += [*shlex.split(os.environ.get("CXXFLAGS", "")), *FLOAT_FLAGS]  # nobody's flags undo the same bits
         flags += ISA_FLAGS.get(source.name, []) if IS_X86_64 else []
-        execute([*self.cxx(), *flags, *shlex.split(os.environ.get("CXXFLAGS", "")), *common])
+        execute([*self.cxx(), *flags, *common])
         return target
 
     @staticmethod
