@@ -231,3 +231,17 @@ def test_bench(capsys, dtype):
     # weights read and written, gradients read, state read and written
     moved = 3 * element * found["parameters"] + 2 * ours["state_bytes"]
     assert ours["gb_per_s"] == pytest.approx(moved / ours["ms"] / 1e6)
+
+
+def test_convert(tmp_path, capsys):
+    p = torch.nn.Parameter(torch.randn(64, 256))
+    optimizer = torch.optim.AdamW([p])
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "in.pt")
+    code, _, _ = run(capsys, "convert", str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), "--to", "fused8")
+    saved = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert code == 0 and saved["epoch"] == 3
+    assert saved["optimizer"]["state"][0]["exp_avg"].dtype == torch.int8
+    code, _, err = run(capsys, "convert", str(tmp_path / "missing.pt"), str(tmp_path / "no.pt"), "--to", "torch")
+    assert code == 2 and err.count("\n") == 1 and not (tmp_path / "no.pt").exists()
