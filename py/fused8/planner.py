@@ -56,15 +56,17 @@ class Planner:
                     yield number, i, p, p.grad
 
     def _holds(self, plan: StepPlan, count_on_device: bool, only: Tensor | None) -> bool:
-        entries = iter(plan.entries)
+        if count_on_device and any(counters.packed.device.type == "cpu" for counters in plan.counters):
+            on_cpu = (entry for entry in plan.entries if entry.state["step"].device.type == "cpu")
+            if any(entry.p.device.type != "cpu" for entry in on_cpu):
+                return False
+        entries, n, i = plan.entries, len(plan.entries), 0
         state = self._optimizer.state
         for number, _, p, grad in self._participants(only):
-            entry = next(entries, None)
-            if entry is None or not entry.holds(p, grad, number, state.get(p)):
+            if i == n or not entries[i].holds(p, grad, number, state.get(p)):
                 return False
-            if count_on_device and p.device.type != "cpu" and entry.state["step"].device.type == "cpu":
-                return False
-        return next(entries, None) is None
+            i += 1
+        return i == n
 
     def _build(self, count_on_device: bool, only: Tensor | None) -> StepPlan:
         """Check everything, then allocate the state that is missing."""

@@ -162,7 +162,8 @@ class Entry:
             and [*map(id, state.values())] == self.tensor_ids
             and self.grad_dtype is grad.dtype
             and not grad.is_sparse
-            and self.contiguous is self._is_contiguous(grad)
+            and self.contiguous
+            is (self._is_contiguous(grad) if self.is_dtensor else p.is_contiguous() and grad.is_contiguous())
             and self.shape == p.shape
         )
 
