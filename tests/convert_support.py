@@ -1,7 +1,6 @@
 """What the tests of conversion share: optimizers to convert, decoding by other means, the nearest code, the bounds."""
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -12,7 +11,7 @@ from fused8 import convert
 from fused8.codecs import CODECS, Encoded
 
 from .support import CODECS as CODEC_NAMES
-from .support import assert_same_bits, assert_same_optimizers, make_parameters, parameters
+from .support import assert_same_bits, assert_same_optimizers, make_parameters, parameters, through_file
 
 # The first two have at least 4096 elements, from where on bitsandbytes and torchao quantize.
 SHAPES = ((16, 256), (10, 410), (33, 16), (3, 300), (64,), ())
@@ -33,13 +32,6 @@ def advance(optimizer, first, last):
             p.grad = gradient(p.shape, step).to(p.dtype)
         optimizer.step()
     return optimizer
-
-
-def through_file(state_dict):
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def loaded(source, state_dict=None, cls=fused8.AdamW8bit, **options):

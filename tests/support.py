@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from typing import Any
 
@@ -141,3 +142,11 @@ def run(
         set_gradients(params, step, grad_dtype)
         optimizer.step()
     return optimizer
+
+
+def through_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict as it comes back from a file."""
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)

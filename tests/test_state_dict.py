@@ -1,14 +1,13 @@
 """Saving and loading: the step resumes bit for bit, and what does not fit is refused before anything is changed."""
 
 import copy
-import io
 
 import pytest
 import torch
 
 from fused8 import Adam8bit, AdamW8bit
 
-from .support import CODECS, assert_same_optimizers, make_parameters, parameters, set_gradients
+from .support import CODECS, assert_same_optimizers, make_parameters, parameters, set_gradients, through_file
 
 SHAPES = ((16, 256), (5, 300), (64,), ())
 
@@ -22,13 +21,6 @@ def advance(optimizer, first, last):
         set_gradients(parameters(optimizer), step)
         optimizer.step()
     return optimizer
-
-
-def through_file(state_dict):
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def resumed(optimizer, other, state_dict=None):
