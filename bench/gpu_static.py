@@ -102,6 +102,8 @@ def compile_kernel(
     maximize: bool = False,
     amsgrad: bool = False,
     scaled: bool = False,
+    extra_bits: int = 0,
+    stochastic: bool = False,
 ) -> Any:
     """The kernel for a target ("sm_90", "gfx942"), as it is compiled for a bucket of rows of 256."""
     import triton
@@ -115,7 +117,9 @@ def compile_kernel(
     present = 1 << body + launch.FULL.value
     if tiles == ALL_TILES:
         present |= 1 << body + launch.ALIGNED.value | 1 << body + launch.UNALIGNED.value
-    constants = adam.constants(param_dtype, grad_dtype, codec, decoupled_weight_decay, maximize, amsgrad, present, kind)
+    constants = adam.constants(
+        param_dtype, grad_dtype, codec, decoupled_weight_decay, maximize, amsgrad, extra_bits, stochastic, present, kind
+    )
     types = {
         "tensors": "*i64",
         "tiles": "*i32",
@@ -229,10 +233,12 @@ def executed(instructions: list[Instruction]) -> list[Instruction]:
     return [instructions[i] for i in path]
 
 
-def bytes_per_parameter(codec: str, param_dtype: torch.dtype, grad_dtype: torch.dtype, block_size: int = 256) -> float:
-    """What one step reads and writes: p, g, and both states with their scales."""
+def bytes_per_parameter(
+    codec: str, param_dtype: torch.dtype, grad_dtype: torch.dtype, block_size: int = 256, extra_bits: int = 0
+) -> float:
+    """What one step reads and writes: p with its correction, g, and both states with their scales."""
     state = 2 * 4 if codec == "fp32" else 2 + 2 * 4 / block_size
-    return 2 * param_dtype.itemsize + grad_dtype.itemsize + 2 * state
+    return 2 * (param_dtype.itemsize + extra_bits / 8) + grad_dtype.itemsize + 2 * state
 
 
 def report(target: str, codec: str, param_dtype: torch.dtype, grad_dtype: torch.dtype, **options: Any) -> Report:
@@ -241,8 +247,10 @@ def report(target: str, codec: str, param_dtype: torch.dtype, grad_dtype: torch.
 
     kernel = compile_kernel(target, codec, param_dtype, grad_dtype, **options)
     per_thread = CONFIGS["cuda"].tile // (32 * CONFIGS["cuda"].num_warps)
-    shared = kernel.metadata.shared
-    return _report("triton", kernel.asm["cubin"], shared, per_thread, target, codec, param_dtype, grad_dtype)
+    shared, extra_bits = kernel.metadata.shared, options.get("extra_bits", 0)
+    return _report(
+        "triton", kernel.asm["cubin"], shared, per_thread, target, codec, param_dtype, grad_dtype, extra_bits
+    )
 
 
 def cuda_report(target: str, codec: str, param_dtype: torch.dtype, grad_dtype: torch.dtype, **options: Any) -> Report:
@@ -260,6 +268,7 @@ def _report(
     codec: str,
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
+    extra_bits: int = 0,
 ) -> Report:
     instructions, usage = disassemble(cubin)
     path = executed(instructions)
@@ -282,7 +291,7 @@ def _report(
         narrow_stores=sum(".128" not in x.name for x in stores),
         instructions=len(path) / per_thread,
         pipes={pipe: count / per_thread for pipe, count in sorted(pipes.items())},
-        bytes=bytes_per_parameter(codec, param_dtype, grad_dtype),
+        bytes=bytes_per_parameter(codec, param_dtype, grad_dtype, extra_bits=extra_bits),
     )
     for name, gpu in GPUS.items():
         if target == f"sm_{gpu.capability}":

@@ -22,8 +22,9 @@ struct Scalars {
   float inv_bias_correction2_sqrt;  // 1 / sqrt(bias_correction2)
   float decay;                      // 1 - lr * weight_decay when decoupled, else 1
   float weight_decay;
-  uint32_t time_offset;  // the dither's offset at this step
-  float unused[6];
+  uint32_t time_offset;   // the dither's offset at this step
+  uint32_t rounding_key;  // of the random bits of this step
+  float unused[5];
 };
 static_assert(sizeof(Scalars) == 16 * sizeof(float));
 

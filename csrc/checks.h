@@ -60,17 +60,57 @@ inline CodecTypes codec_types(const std::string& codec) {
   throw std::runtime_error("fused8: unknown codec '" + codec + "'; there are fp32, adaptive, dynamic and e4m3");
 }
 
-inline Dtype param_or_grad_dtype(const char* name, const TensorList& tensors) {
-  if (tensors.empty()) return Dtype::FLOAT32;
-  switch (tensors.front().scalar_type()) {
+// As torch.<name>.
+inline std::string name_of(ScalarType dtype) {
+  using enum ScalarType;
+  switch (dtype) {
+    case Float: return "float32";
+    case Double: return "float64";
+    case Half: return "float16";
+    case BFloat16: return "bfloat16";
+    case Float8_e4m3fn: return "float8_e4m3fn";
+    case Float8_e5m2: return "float8_e5m2";
+    case Byte: return "uint8";
+    case Char: return "int8";
+    case Short: return "int16";
+    case Int: return "int32";
+    case Long: return "int64";
+    case Bool: return "bool";
+    default: return torch::headeronly::toString(dtype);
+  }
+}
+
+inline Dtype param_dtype(const TensorList& params) {
+  if (params.empty()) return Dtype::FLOAT32;
+  switch (params.front().scalar_type()) {
     case ScalarType::Float: return Dtype::FLOAT32;
     case ScalarType::BFloat16: return Dtype::BFLOAT16;
     case ScalarType::Half: return Dtype::FLOAT16;
+    case ScalarType::Float8_e4m3fn: return Dtype::FLOAT8_E4M3FN;
+    case ScalarType::Float8_e5m2: return Dtype::FLOAT8_E5M2;
     default: break;
   }
-  check(false, name, " must be float32, bfloat16 or float16, not ",
-        torch::headeronly::toString(tensors.front().scalar_type()));
+  check(false, "params must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, not ",
+        name_of(params.front().scalar_type()));
   return Dtype::FLOAT32;
+}
+
+inline Dtype grad_dtype(const TensorList& grads) {
+  if (grads.empty()) return Dtype::FLOAT32;
+  const Dtype dtype = param_dtype(grads);
+  check(dtype <= Dtype::FLOAT16, "grads must be float32, bfloat16 or float16, not ",
+        name_of(grads.front().scalar_type()));
+  return dtype;
+}
+
+// The extra mantissa bits of the parameters: 0, 8 or 16.
+inline int32_t correction_bits(Dtype param, const TensorList& param_correction) {
+  if (param_correction.empty()) return 0;
+  check(param != Dtype::FLOAT32, "params of float32 have no param_correction");
+  const ScalarType dtype = param_correction.front().scalar_type();
+  check(dtype == ScalarType::Char || dtype == ScalarType::Short, "param_correction must be int8 or int16, not ",
+        name_of(dtype));
+  return dtype == ScalarType::Char ? 8 : 16;
 }
 
 inline std::string to_string(const std::vector<int64_t>& shape) {
@@ -87,8 +127,7 @@ inline std::vector<int64_t> shape_of(const Tensor& tensor) {
 // What every tensor has to be, so that its memory can be taken as an array.
 inline void check_tensor(const std::string& name, const Tensor& tensor, ScalarType dtype, const Location& location) {
   check(location.holds(tensor), name, " must be on ", location.name());
-  check(tensor.scalar_type() == dtype, name, " must be ", torch::headeronly::toString(dtype), ", not ",
-        torch::headeronly::toString(tensor.scalar_type()));
+  check(tensor.scalar_type() == dtype, name, " must be ", name_of(dtype), ", not ", name_of(tensor.scalar_type()));
   check(tensor.is_contiguous(), name, " must be contiguous");
 }
 
@@ -115,7 +154,7 @@ inline void* element_data(const char* name, const TensorList& tensors, size_t i,
 
 struct Lists {
   const TensorList &params, &grads, &exp_avg, &exp_avg_sq, &exp_avg_scale, &exp_avg_sq_scale, &max_exp_avg_sq,
-      &max_exp_avg_sq_scale;
+      &max_exp_avg_sq_scale, &param_correction;
 
   void check_lengths(bool has_scales) const {
     const size_t n = params.size();
@@ -130,6 +169,7 @@ struct Lists {
     check_length("exp_avg_sq_scale", exp_avg_sq_scale, has_scales ? n : 0);
     check_length("max_exp_avg_sq", max_exp_avg_sq, amsgrad ? n : 0);
     check_length("max_exp_avg_sq_scale", max_exp_avg_sq_scale, amsgrad && has_scales ? n : 0);
+    check_length("param_correction", param_correction, param_correction.empty() ? 0 : n);
   }
 
   TensorView view(size_t i, const CodecTypes& types, int64_t block_size, const Location& location) const {
@@ -150,6 +190,9 @@ struct Lists {
     view.exp_avg_scale = data("exp_avg_scale", exp_avg_scale, types.scale, scale_shape);
     view.exp_avg_sq_scale = data("exp_avg_sq_scale", exp_avg_sq_scale, types.sq_scale, scale_shape);
     view.max_exp_avg_sq_scale = data("max_exp_avg_sq_scale", max_exp_avg_sq_scale, types.sq_scale, scale_shape);
+    if (!param_correction.empty()) {
+      view.param_correction = data("param_correction", param_correction, param_correction.front().scalar_type(), shape);
+    }
     return view;
   }
 };
@@ -158,6 +201,7 @@ struct CheckedLists {
   CodecName codec;
   Dtype param_dtype;
   Dtype grad_dtype;
+  int32_t correction_bits;
   bool amsgrad;
   std::vector<TensorView> tensors;
 };
@@ -168,9 +212,11 @@ inline CheckedLists check_lists(const Lists& lists, const std::string& codec, in
   check(block_size == 64 || block_size == 128 || block_size == 256, "block_size must be 64, 128 or 256, not ",
         block_size);
   lists.check_lengths(types.name != CodecName::FP32);
+  const Dtype param = param_dtype(lists.params);
   CheckedLists result = {types.name,
-                         param_or_grad_dtype("params", lists.params),
-                         param_or_grad_dtype("grads", lists.grads),
+                         param,
+                         grad_dtype(lists.grads),
+                         correction_bits(param, lists.param_correction),
                          !lists.max_exp_avg_sq.empty(),
                          {}};
   result.tensors.reserve(lists.params.size());

@@ -6,7 +6,7 @@
 
 namespace fused8 {
 
-enum class Dtype { FLOAT32, BFLOAT16, FLOAT16 };
+enum class Dtype { FLOAT32, BFLOAT16, FLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2 };
 enum class CodecName { FP32, ADAPTIVE, DYNAMIC, E4M3 };
 
 // One tensor of the lists, seen as [rows, inner].
@@ -19,6 +19,7 @@ struct TensorView {
   void* exp_avg_scale;   // the scales are null without a codec
   void* exp_avg_sq_scale;
   void* max_exp_avg_sq_scale;
+  void* param_correction;  // int8 or int16; null without
   int64_t rows;
   int64_t inner;
   int64_t blocks_per_row;

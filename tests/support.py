@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 import fused8
+from fused8 import backends, formats
+from fused8.step_plan import scalar_table
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 CODECS = ("adaptive", "dynamic", "e4m3")
 
 # 0 to 3 dims, sizes around the block, tails, short rows, one row, many rows.
@@ -86,6 +89,8 @@ def bits(x: Tensor) -> Tensor:
     """The bit pattern, so that -0 differs from 0; NaNs of any payload are equal."""
     if not x.is_floating_point():
         return x
+    if x.element_size() == 1:  # FP8, which has no arithmetic; as FP32 it is exact
+        x = x.float()
     x = torch.where(x.isnan(), torch.full_like(x, float("nan")), x)
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
@@ -105,6 +110,19 @@ def assert_same_optimizers(a: torch.optim.Optimizer, b: torch.optim.Optimizer, w
         assert a.state[p].keys() == b.state[q].keys()
         for name, tensor in a.state[p].items():
             assert_same_bits(tensor, b.state[q][name], f"{what}: {name} of parameter {i} {tuple(p.shape)}")
+
+
+def storage_options(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """The ways to keep a parameter that is not FP32, but for rounding to nearest in 16 bits, by name."""
+    bits = 8 * dtype.itemsize
+    options: dict[str, dict[str, Any]] = {
+        "stochastic": dict(param_rounding="stochastic"),
+        "8 more bits": dict(master_bits=bits + 8),
+        "16 more bits": dict(master_bits=bits + 16),
+        "8 more bits, stochastic": dict(master_bits=bits + 8, param_rounding="stochastic"),
+        "16 more bits, stochastic": dict(master_bits=bits + 16, param_rounding="stochastic"),
+    }
+    return options | ({"nearest": dict(param_rounding="nearest")} if bits == 8 else {})
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -136,12 +154,49 @@ def run(
 ) -> torch.optim.Optimizer:
     """A fresh optimizer after `steps` steps of hostile gradients on one backend."""
     params = make_parameters(shapes, dtype)
-    optimizer = fused8.Adam8bit(params, min_8bit_size=0, backend=backend, **options)
+    optimizer = fused8.Adam8bit(params, **{"min_8bit_size": 0} | options, backend=backend)
     for step in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = lrs[step % len(lrs)]
         set_gradients(params, step, grad_dtype)
         optimizer.step()
     return optimizer
+
+
+def any_floats(n: int = 1 << 16) -> Tensor:
+    """FP32 numbers [n] of every exponent and sign, all ties of 16-bit formats, NaN and infinity among them."""
+    generator = torch.Generator().manual_seed(5)
+    patterns = torch.randint(-(2**31), 2**31, (n // 2,), generator=generator, dtype=torch.int64).to(torch.int32)
+    ties = (torch.randint(0, 1 << 16, (n // 4,), generator=generator) << 16 | 0x8000).to(torch.int32)
+    near = torch.randn(n // 4 - 5, generator=generator) * torch.logspace(-9, 6, n // 4 - 5)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])
+    return torch.cat([patterns.view(torch.float32), ties.view(torch.float32), near, special])
+
+
+def store_as(
+    backend: str, x: Tensor, start: Tensor, correction: Tensor | None, stochastic: bool, decay: float
+) -> tuple[Tensor, Tensor | None]:
+    """decay * start + x (FP32, one row) as a backend stores it -> the parameter, which was `start`, and its correction.
+    It is a step of which these scalars leave only that."""
+    params, corrections = [start.clone()], [] if correction is None else [correction.clone()]
+    row = [1.0, 0.0, 1.0, 0.0, 1.0, -1.0, 1.0, decay, 0.0, 0, formats.rounding_key(1, 2)]
+    backends.BACKENDS[backend].adam_step(
+        params, [torch.zeros(x.shape)], [x.clone()], [torch.zeros(x.shape)], [], [], [], [], corrections,
+        scalar_table([row]), torch.tensor([[0, 0, 0, x.numel()]]), None, None, torch.zeros(1, dtype=torch.int64),
+        "fp32", 256, True, False, stochastic, cache={},
+    )  # fmt: skip
+    return params[0], corrections[0] if corrections else None
+
+
+def assert_stores_as_the_reference(backend: str, dtype: torch.dtype, extra: int, stochastic: bool) -> None:
+    """Every kind of number, into a parameter that was every kind of number before."""
+    x = any_floats()
+    start, correction = formats.encode(x.flip(0), dtype, extra)
+    start = torch.where(start.float().isfinite(), start.float(), 1.0).to(dtype)  # 0 * infinity would hide x
+    for decay, added in ((0.0, x), (1.0, torch.zeros_like(x))):
+        ours, truth = (store_as(name, added, start, correction, stochastic, decay) for name in (backend, "reference"))
+        assert_same_bits(ours[0], truth[0], f"parameter, decay {decay}")
+        if extra:
+            assert_same_bits(ours[1], truth[1], f"correction, decay {decay}")
 
 
 def through_file(state_dict: dict[str, Any]) -> dict[str, Any]:

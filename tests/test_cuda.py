@@ -22,7 +22,18 @@ from fused8.codecs import CODECS as CODEC_OF
 from fused8.codecs import FP32
 from fused8.state import rows_and_inner
 
-from .support import CODECS, DTYPES, SHAPES, assert_same_bits, assert_same_optimizers, hostile_gradient, run
+from .support import (
+    CODECS,
+    DTYPES,
+    FP8_DTYPES,
+    SHAPES,
+    assert_same_bits,
+    assert_same_optimizers,
+    assert_stores_as_the_reference,
+    hostile_gradient,
+    run,
+    storage_options,
+)
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"
@@ -51,10 +62,12 @@ class Host:
 
     def adam_step(
         self, params, grads, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, max_exp_avg_sq, max_exp_avg_sq_scale,
-        scalars, table, grad_scale, found_inf, nonfinite, codec, block_size, decoupled_weight_decay, maximize, cache,
+        param_correction, scalars, table, grad_scale, found_inf, nonfinite, codec, block_size, decoupled_weight_decay,
+        maximize, stochastic_rounding, cache,
     ):  # fmt: skip
         lists = (
-            params, grads, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, max_exp_avg_sq_scale
+            params, grads, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, max_exp_avg_sq_scale,
+            param_correction,
         )  # fmt: skip
         views = []
         for i, p in enumerate(params):
@@ -69,7 +82,9 @@ class Host:
         launches = self.library.cuda_host_step(
             ctypes.c_void_p(views.ctypes.data), ctypes.c_int64(len(params)), pointer(scalars), pointer(table),
             self.on_device, pointer(grad_scale), pointer(found_inf), pointer(nonfinite), CODEC_NUMBERS[codec],
-            DTYPES.index(params[0].dtype), DTYPES.index(grads[0].dtype), bool(max_exp_avg_sq),
+            (*DTYPES, *FP8_DTYPES).index(params[0].dtype),
+            8 * param_correction[0].element_size() if param_correction else 0, stochastic_rounding,
+            DTYPES.index(grads[0].dtype), bool(max_exp_avg_sq),
             ctypes.c_int64(block_size), maximize, not decoupled_weight_decay,
         )  # fmt: skip
         assert launches >= 0, self.library.cuda_host_error()
@@ -111,20 +126,44 @@ def test_equals_reference(host, codec, dtype, grad_dtype, block_size, flags):
     assert ours.nonfinite_count() == truth.nonfinite_count() > 0
 
 
+STORAGE = [
+    (dtype, name, options)
+    for dtype in (torch.bfloat16, torch.float16, *FP8_DTYPES)
+    for name, options in storage_options(dtype).items()
+]
+
+
+@pytest.mark.parametrize("i", range(len(STORAGE)), ids=[f"{dtype} {name}" for dtype, name, _ in STORAGE])
+def test_equals_reference_however_parameters_are_stored(host, i):
+    dtype, name, storage = STORAGE[i]
+    codec = [*CODECS, FP32][i % 4]
+    options = dict(steps=3, dtype=dtype, grad_dtype=DTYPES[i % 3], lrs=(1e-3, 0.3), **storage, **FLAGS[i % len(FLAGS)])
+    options |= dict(min_8bit_size=1 << 40) if codec == FP32 else dict(codec=codec)
+    ours, truth = (run(backend, SHAPES, **options) for backend in ("cuda_host", "reference"))
+    assert_same_optimizers(ours, truth, f"{codec} {dtype} {name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *FP8_DTYPES])
+def test_stores_every_kind_of_number_as_the_reference(host, dtype):
+    for extra, stochastic in itertools.product((0, 8, 16), (False, True)):
+        assert_stores_as_the_reference("cuda_host", dtype, extra, stochastic)
+
+
 # -- one call, made directly
 
 
 class Bucket:
     """Arguments of one call: the same values for each call with the same arguments."""
 
-    def __init__(self, shapes, codec, dtype=torch.float32, block_size=256, offset=0, amsgrad=False):
+    def __init__(self, shapes, codec, dtype=torch.float32, block_size=256, offset=0, amsgrad=False, stochastic=False):
         def tensor(shape, dtype, fill):
             numel = int(np.prod(shape))
             return torch.full((numel + offset,), fill, dtype=dtype)[offset:].view(shape)
 
         generator = torch.Generator().manual_seed(3)
         self.codec, self.block_size, self.offset = codec, block_size, offset
-        self.params, self.states = [], [[] for _ in range(6)]
+        self.stochastic_rounding = stochastic
+        self.params, self.states = [], [[] for _ in range(7)]
         for shape in shapes:
             self.params.append(tensor(shape, dtype, 0).copy_(torch.randn(shape, generator=generator)))
             rows, inner = rows_and_inner(shape)
@@ -149,7 +188,7 @@ class Bucket:
         options = {} if kernel is reference.adam_step else {"cache": {}}
         kernel(
             self.params, grads, *self.states, scalars, table, grad_scale, found_inf, self.nonfinite,
-            self.codec, self.block_size, True, False, **options,
+            self.codec, self.block_size, True, False, self.stochastic_rounding, **options,
         )  # fmt: skip
 
     def tensors(self):
@@ -171,7 +210,8 @@ def test_shards_unaligned_pointers_and_tables_on_the_device(host, monkeypatch, c
     layout = [
         [1, 7, 0, 256], [0, 2**23, 256, 1280], [1, 5, 64, 140], [0, 2**40 // 16, 0, 16], [1, 0, 0, 9000], [0, 0, 0, 1]
     ]  # fmt: skip
-    ours, truth = (Bucket(shapes, codec, torch.bfloat16, offset=offset, amsgrad=True) for _ in range(2))
+    stochastic = offset == 1 or on_device != 0
+    ours, truth = (Bucket(shapes, codec, torch.bfloat16, 256, offset, True, stochastic) for _ in range(2))
     for step in (1, 2, 3):
         grad_scale = torch.tensor(3.0 * 2**10) if step == 2 else None
         ours.step(host.adam_step, step, torch.tensor(layout), grad_scale, torch.zeros(1))
@@ -186,9 +226,9 @@ def test_found_inf_leaves_everything(host):
     assert_same_buckets(ours, untouched, "found_inf")
 
 
-@pytest.mark.parametrize("rows, launches", [(1, 4), (40, 13)])
+@pytest.mark.parametrize("rows, launches", [(1, 4), (40, 25)])
 def test_a_launch_takes_as_many_tensors_as_its_parameters_hold(host, rows, launches):
-    """32 tensors, with 8 different rows of scalars."""
+    """32 tensors, with 4 different rows of scalars."""
     shapes = ((3, 17),) * 100
     ours, truth = (Bucket(shapes, "adaptive") for _ in range(2))
     table = torch.tensor([[i % rows, i, 0, 17] for i in range(100)])

@@ -22,6 +22,7 @@ def arguments(codec="adaptive", shape=(4, 256)):
         "exp_avg_sq_scale": [torch.zeros(scale_shape, dtype=sq_scale)],
         "max_exp_avg_sq": [],
         "max_exp_avg_sq_scale": [],
+        "param_correction": [],
         "scalars": scalar_table([scalar_row(Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.0, True), 1)]),
         "table": torch.tensor([[0, 0, 0, shape[1]]]),
         "grad_scale": None,
@@ -31,6 +32,7 @@ def arguments(codec="adaptive", shape=(4, 256)):
         "block_size": 256,
         "decoupled_weight_decay": True,
         "maximize": False,
+        "stochastic_rounding": False,
     }
 
 
@@ -43,10 +45,20 @@ def test_schema_and_fake_kernel(codec):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(params=[torch.zeros(4, 256, dtype=torch.float64)]), "params"),
+        (dict(params=[torch.zeros(4, 256, dtype=torch.float64)]), "params must be float32, .*not float64"),
+        (dict(grads=[torch.zeros(4, 256).to(torch.float8_e5m2)]), "grads must be float32, .*not float8_e5m2"),
         (dict(grads=[]), "grads must hold 1 tensors"),
         (dict(grads=[torch.zeros(4, 255)]), r"grads\[0\]"),
         (dict(exp_avg=[torch.zeros(4, 256, dtype=torch.uint8)]), r"exp_avg\[0\]"),
+        (dict(param_correction=[torch.zeros(4, 256, dtype=torch.int8)]), "float32 have no param_correction"),
+        (
+            dict(params=[torch.zeros(4, 256).half()], param_correction=[torch.zeros(4, 256)]),
+            "int8 or int16, not float32",
+        ),
+        (
+            dict(params=[torch.zeros(4, 256).half()], param_correction=[torch.zeros(4, 255, dtype=torch.int8)]),
+            r"param_correction\[0\] must have the shape",
+        ),
         (dict(exp_avg_scale=[torch.zeros(4, 2)]), r"exp_avg_scale\[0\]"),
         (dict(exp_avg_sq=[torch.zeros(256, 4, dtype=torch.uint8).t()]), "contiguous"),
         (dict(scalars=torch.zeros(1, 10)), "scalars"),

@@ -1,9 +1,20 @@
 """Every backend gives the bits of the reference: the promise that the rest is tested on."""
 
+import itertools
+
 import pytest
 import torch
 
-from .support import CODECS, DTYPES, SHAPES, assert_same_optimizers, run
+from .support import (
+    CODECS,
+    DTYPES,
+    FP8_DTYPES,
+    SHAPES,
+    assert_same_optimizers,
+    assert_stores_as_the_reference,
+    run,
+    storage_options,
+)
 
 ISAS = ("generic", "avx2", "avx512")
 
@@ -58,6 +69,39 @@ def test_cpp_equals_reference_in_every_dtype(codec, dtype, grad_dtype, cpp):
     expected = run("reference", SHAPES, **options)
     for isa, optimizer in cpp(**options):
         assert_same_optimizers(optimizer, expected, f"{isa} {codec} {dtype} {grad_dtype}")
+
+
+STORAGE = [
+    (dtype, name, options)
+    for dtype in (torch.bfloat16, torch.float16, *FP8_DTYPES)
+    for name, options in storage_options(dtype).items()
+]
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "fp32"])
+@pytest.mark.parametrize("dtype, name, storage", STORAGE, ids=[f"{dtype} {name}" for dtype, name, _ in STORAGE])
+def test_cpp_equals_reference_however_parameters_are_stored(dtype, name, storage, codec, cpp):
+    """Every codec beside every storage; the dtype of the gradient and amsgrad, weight decay and so on go round."""
+    i = len(name) + len(codec)
+    options = dict(steps=5, dtype=dtype, grad_dtype=DTYPES[i % 3], lrs=(1e-3, 0.3), rounding_seed=i)
+    options |= storage | list(FLAGS.values())[i % len(FLAGS)]
+    options |= dict(codec="adaptive", min_8bit_size=1 << 40) if codec == "fp32" else dict(codec=codec)
+    expected = run("reference", SHAPES, **options)
+    for isa, optimizer in cpp(**options):
+        assert_same_optimizers(optimizer, expected, f"{isa} {codec} {dtype} {name}")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *FP8_DTYPES])
+def test_cpp_stores_every_kind_of_number_as_the_reference(dtype, isa, monkeypatch):
+    monkeypatch.setenv("FUSED8_CPU_ISA", isa)
+    if isa != "generic":
+        try:
+            torch.ops.fused8.cpu_isa()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+    for extra, stochastic in itertools.product((0, 8, 16), (False, True)):
+        assert_stores_as_the_reference("cpp", dtype, extra, stochastic)
 
 
 def test_an_instruction_set_that_does_not_exist_is_an_error(monkeypatch):

@@ -17,12 +17,21 @@ from fused8.triton_kernels import adam, arithmetic, launch
 from fused8.triton_kernels import codecs as kernel_codecs
 
 import fused8
-from fused8 import codecs, reference, step_plan
+from fused8 import codecs, formats, reference, step_plan
 from fused8.codecs import CODECS as CODEC_OF
 from fused8.codecs import FP32
 from fused8.state import rows_and_inner
 
-from .support import CODECS, DTYPES, assert_same_bits, assert_same_optimizers, hostile_gradient, run
+from .support import (
+    CODECS,
+    DTYPES,
+    assert_same_bits,
+    assert_same_optimizers,
+    assert_stores_as_the_reference,
+    hostile_gradient,
+    run,
+    storage_options,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -70,22 +79,48 @@ def test_equals_reference(codec, dtype, grad_dtype, block_size, flags):
     assert ours.nonfinite_count() == truth.nonfinite_count() > 0
 
 
+# Each dtype that is not FP32 with each way to store it, and through them each codec and FP32 state with both.
+STORAGE_CASES = [
+    (dtype, storage, (*CODECS, FP32)[(i + j) % 4], (torch.float32, torch.bfloat16)[j % 2], FLAGS[(i + j) % len(FLAGS)])
+    for i, dtype in enumerate(formats.FORMATS)
+    for j, storage in enumerate(storage_options(dtype))
+]
+
+
+@pytest.mark.parametrize("dtype, storage, codec, grad_dtype, flags", STORAGE_CASES)
+def test_rounding_and_corrections_equal_reference(dtype, storage, codec, grad_dtype, flags):
+    options = dict(dtype=dtype, grad_dtype=grad_dtype, **storage_options(dtype)[storage], **flags)
+    options |= dict(min_8bit_size=10**9) if codec == FP32 else dict(codec=codec)
+    ours, truth = (run(backend, SHAPES, steps=2, **options) for backend in ("triton", "reference"))
+    assert_same_optimizers(ours, truth, f"{dtype} {storage} {codec}")
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("extra", [0, *formats.CORRECTION_DTYPES])
+@pytest.mark.parametrize("dtype", formats.FORMATS)
+def test_every_kind_of_number_is_stored_as_by_the_reference(dtype, extra, stochastic, monkeypatch):
+    monkeypatch.setitem(launch.CONFIGS, "interpreter", launch.LaunchConfig(tile=1 << 16, num_warps=1))  # one program
+    assert_stores_as_the_reference("triton", dtype, extra, stochastic)
+
+
 # -- one launch, called directly
 
 
 class Bucket:
     """Arguments of one launch: the same values for each call with the same arguments."""
 
-    def __init__(self, shapes, codec, dtype=torch.float32, block_size=256, offset=0):
+    def __init__(self, shapes, codec, dtype=torch.float32, block_size=256, offset=0, extra=0, stochastic=False):
         def tensor(shape, dtype, fill):
             numel = int(np.prod(shape))
             return torch.full((numel + offset,), fill, dtype=dtype)[offset:].view(shape)
 
         generator = torch.Generator().manual_seed(3)
-        self.codec, self.block_size = codec, block_size
-        self.params, self.grads, self.states = [], [], [[] for _ in range(6)]
+        self.codec, self.block_size, self.stochastic = codec, block_size, stochastic
+        self.params, self.grads, self.states = [], [], [[] for _ in range(7)]
         for shape in shapes:
             self.params.append(tensor(shape, dtype, 0).copy_(torch.randn(shape, generator=generator)))
+            if extra:
+                self.states[6].append(tensor(shape, formats.CORRECTION_DTYPES[extra], 0))
             rows, inner = rows_and_inner(shape)
             scales = (rows, -(-inner // block_size))
             if codec == FP32:
@@ -109,7 +144,7 @@ class Bucket:
         options = {"cache": self.cache} if kernel is adam.adam_step else {}
         kernel(
             self.params, grads, *self.states, scalars, table, grad_scale, found_inf, self.nonfinite,
-            self.codec, self.block_size, True, False, **options,
+            self.codec, self.block_size, True, False, self.stochastic, **options,
         )  # fmt: skip
 
     def tensors(self):
@@ -133,9 +168,42 @@ def test_shards_unaligned_pointers_and_several_rows_of_scalars(codec, offset):
         ours.step(adam.adam_step, step, torch.tensor(layout), grad_scale, torch.zeros(1))
         truth.step(reference.adam_step, step, torch.tensor(layout), grad_scale)
     assert_same_buckets(ours, truth, codec)
-    present = ours.cache["triton"][0].present
-    flavours = {flavour for flavour in range(3) if present & sum(1 << flavour + 3 * width for width in range(6))}
-    assert flavours == ({2} if offset else {0, 1, 2})
+    assert flavours_of(ours.cache["triton"][0]) == ({2} if offset else {0, 1, 2})
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(
+    "codec, dtype, extra",
+    [("adaptive", torch.bfloat16, 8), ("e4m3", torch.float8_e5m2, 0), (FP32, torch.bfloat16, 0)],
+)
+def test_shards_are_rounded_by_the_index_in_the_whole(codec, dtype, extra, offset):
+    """As above; and rows that are short, that are full tiles of FP32 state, and one that is whole."""
+    shapes = ((36, 256), (3, 512), (5, 70), (17, 16), (5, 3), (9000,))
+    layout = [[1, 7, 0, 300], [0, 2**23, 256, 1280], [1, 5, 64, 140], [0, 2**40 // 16, 0, 16], [0, 1, 3, 6]]
+    layout += [[1, 0, 0, 9000]]
+    options = dict(dtype=dtype, offset=offset, extra=extra, stochastic=True)
+    ours, truth = (Bucket(shapes, codec, **options) for _ in range(2))
+    for step in (1, 2):
+        ours.step(adam.adam_step, step, torch.tensor(layout))
+        truth.step(reference.adam_step, step, torch.tensor(layout))
+    assert_same_buckets(ours, truth, codec)
+    assert flavours_of(ours.cache["triton"][0]) == ({2} if offset else {0, 1, 2})
+
+
+def flavours_of(tables):
+    return {flavour for flavour in range(3) if tables.present & sum(1 << flavour + 3 * width for width in range(6))}
+
+
+def test_an_unaligned_correction_alone_is_noticed():
+    bucket = Bucket(((36, 256),), "adaptive", torch.bfloat16, extra=8)
+    lists = [bucket.params, bucket.params, *bucket.states]
+    tables = launch.BucketTables(lists, "adaptive", 256, 2048)
+    tables.update(lists)
+    assert flavours_of(tables) == {0, 1}
+    lists[-1][0] = torch.zeros(36 * 256 + 1, dtype=torch.int8)[1:].view(36, 256)
+    tables = launch.BucketTables(lists, "adaptive", 256, 2048)
+    tables.update(lists)
+    assert flavours_of(tables) == {2}
 
 
 def test_found_inf_leaves_everything():
@@ -163,8 +231,7 @@ def test_a_grad_scale_of_another_dtype_is_refused():
 
 
 def test_columns_are_those_of_the_step_plan():
-    known = step_plan.SCALAR_COLUMNS[: step_plan.SCALAR_COLUMNS.index("rounding_key")]  # stochastic rounding it lacks
-    names = {name.upper(): i for i, name in enumerate(known)}
+    names = {name.upper(): i for i, name in enumerate(step_plan.SCALAR_COLUMNS)}
     names |= {name.upper(): i for i, name in enumerate(step_plan.TABLE_COLUMNS)}
     assert {name: getattr(adam, name).value for name in names} == names
     assert adam.SCALAR_WIDTH.value == step_plan.SCALAR_WIDTH
@@ -398,7 +465,7 @@ def test_tiles_cover_every_block_once():
         for word, first in tables.tiles.tolist():
             number, body = word >> launch.BODY_BITS.value, word & launch.BODY_MASK.value
             width, flavour = 8 << body // 3, body % 3
-            inner, per_row, blocks = tables.tensors[number, 8:11].tolist()
+            inner, per_row, blocks = tables.tensors[number, launch.INNER.value : launch.NUM_BLOCKS.value + 1].tolist()
             elements = 2048 // launch.UNALIGNED_PART.value if flavour == 2 else 2048
             last = first + elements // width
             assert flavour or (last <= blocks and last * width <= max(inner, inner * blocks // per_row))
@@ -522,26 +589,28 @@ def test_compiles_for_other_targets_and_with_every_option():
 import json, re, torch
 from bench.gpu_static import ALL_TILES, compile_kernel, disassemble
 
-bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-options = dict(tiles=ALL_TILES, decoupled_weight_decay=False, maximize=True, scaled=True)
+bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+shared = dict(tiles=ALL_TILES, decoupled_weight_decay=False, maximize=True, scaled=True)
 result = {}
-for target, codec, dtypes, amsgrad in (
-    ("sm_90", "adaptive", (bf16, fp32), True),
-    ("sm_90", "adaptive", (fp32, fp16), False),
-    ("sm_90", "dynamic", (fp16, bf16), False),
-    ("sm_100", "adaptive", (bf16, bf16), False),
-    ("sm_100", "e4m3", (fp32, fp32), False),
-    ("gfx942", "adaptive", (bf16, bf16), False),
+for target, codec, dtypes, options in (
+    ("sm_90", "adaptive", (bf16, fp32), dict(amsgrad=True)),
+    ("sm_90", "adaptive", (fp32, fp16), {}),
+    ("sm_90", "dynamic", (fp16, bf16), {}),
+    ("sm_80", "adaptive", (fp8, bf16), dict(stochastic=True, extra_bits=16)),
+    ("sm_100", "adaptive", (bf16, bf16), {}),
+    ("sm_100", "e4m3", (fp32, fp32), {}),
+    ("gfx942", "adaptive", (bf16, bf16), {}),
+    ("gfx942", "adaptive", (bf16, bf16), dict(stochastic=True, extra_bits=8)),
 ):
-    kernel = compile_kernel(target, codec, *dtypes, amsgrad=amsgrad, **options)
+    kernel = compile_kernel(target, codec, *dtypes, **options, **shared)
     if "cubin" in kernel.asm:
         assert not re.search(r"\\b(add|sub|mul|fma|div|sqrt)\\.[\\w.]*ftz", kernel.asm["ptx"]), "denormals are flushed"
         spilled = disassemble(kernel.asm["cubin"])[1]["STACK"]
     else:
         spilled = int(re.search(r"vgpr_spill_count:\\s+(\\d+)", kernel.asm["amdgcn"])[1])
-    result[f"{target} {codec} {dtypes} {amsgrad}"] = spilled
+    result[f"{target} {codec} {dtypes} {options}"] = spilled
 print(json.dumps(result))
 """
     )
-    assert len(result) == 6
+    assert len(result) == 8
     assert not any(result.values()), result

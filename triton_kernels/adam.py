@@ -22,6 +22,9 @@ from torch import Tensor
 
 from .arithmetic import finite_or_zero, load_4_floats, load_float, round_float, sqrt, store_same, subtract_ratio
 from .codecs import decode, decode_sq, dynamic_tables, encode, encode_sq
+from .formats import DTYPES, correction_type, is_plain, random_bits, stored_type
+from .formats import decode as decode_parameter
+from .formats import encode as encode_parameter
 from .launch import (
     ALIGNED,
     BLOCKS_PER_ROW,
@@ -53,6 +56,7 @@ INV_BIAS_CORRECTION2_SQRT = tl.constexpr(6)
 DECAY = tl.constexpr(7)
 WEIGHT_DECAY = tl.constexpr(8)
 TIME_OFFSET = tl.constexpr(9)
+ROUNDING_KEY = tl.constexpr(10)
 SCALAR_WIDTH = tl.constexpr(16)
 
 # Columns of `layout`.
@@ -127,6 +131,20 @@ def _store_block(pointers, x, mask, MASKED: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
+def _element_index(layout, start, local, local_blocks, first_block, row, inner, blocks_per_row, MASKED: tl.constexpr):
+    """The index in the global parameter, (row0 + row) * global_inner + col0 + column, modulo 2^32."""
+    global_inner = tl.load(layout + GLOBAL_INNER)
+    block_index = start + tl.load(layout + ROW0) * global_inner + tl.load(layout + COL0)
+    block_index = block_index.to(tl.uint32) + tl.zeros_like(local_blocks).to(tl.uint32)
+    if MASKED:
+        block_index += (row * (global_inner - inner)).to(tl.uint32)
+    elif global_inner != inner:
+        row_of_block = (first_block + local_blocks) // blocks_per_row
+        block_index += (row_of_block * (global_inner - inner)).to(tl.uint32)
+    return block_index + local.to(tl.uint32)
+
+
+@triton.jit
 def _step_tile(
     tensor,
     first_block,
@@ -141,6 +159,8 @@ def _step_tile(
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     AMSGRAD: tl.constexpr,
+    EXTRA_BITS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     FLAVOUR: tl.constexpr,
@@ -154,8 +174,10 @@ def _step_tile(
     MASKED: tl.constexpr = FLAVOUR != FULL
     VECTOR: tl.constexpr = FLAVOUR == FULL or FLAVOUR == ALIGNED
     FP32: tl.constexpr = CODEC == "fp32"
+    PLAIN: tl.constexpr = is_plain(PARAM_DTYPE, EXTRA_BITS, STOCHASTIC)
     # The interpreter stores bf16 wrongly: there bf16 tensors are int16.
-    P_TYPE: tl.constexpr = tl.int16 if TARGET == "interpreter" and PARAM_DTYPE == tl.bfloat16 else PARAM_DTYPE
+    PLAIN_TYPE: tl.constexpr = tl.int16 if TARGET == "interpreter" and PARAM_DTYPE == tl.bfloat16 else PARAM_DTYPE
+    P_TYPE: tl.constexpr = PLAIN_TYPE if PLAIN else stored_type(PARAM_DTYPE)
     G_TYPE: tl.constexpr = tl.int16 if TARGET == "interpreter" and GRAD_DTYPE == tl.bfloat16 else GRAD_DTYPE
     M_TYPE: tl.constexpr = tl.float32 if FP32 else (tl.int8 if CODEC == "adaptive" else tl.uint8)
     V_TYPE: tl.constexpr = tl.float32 if FP32 else tl.uint8
@@ -187,6 +209,7 @@ def _step_tile(
     else:
         block_mask = True
         mask = True
+        row = None
         start = first_block.to(tl.int64) * WIDTH
         local = local_blocks * WIDTH + columns
 
@@ -194,7 +217,15 @@ def _step_tile(
     g_pointers = _pointer(tensor, 1, G_TYPE, VECTOR) + start + local
     m_pointers = _pointer(tensor, 2, M_TYPE, VECTOR) + start + local
     v_pointers = _pointer(tensor, 3, V_TYPE, VECTOR) + start + local
-    p = load_float(p_pointers, mask, MASKED, PARAM_DTYPE, TARGET)
+    if PLAIN:
+        p = load_float(p_pointers, mask, MASKED, PARAM_DTYPE, TARGET)
+    else:
+        p = _load(p_pointers, mask, MASKED, 0)
+        correction = p
+        if EXTRA_BITS:
+            correction_pointers = _pointer(tensor, 8, correction_type(EXTRA_BITS), VECTOR) + start + local
+            correction = _load(correction_pointers, mask, MASKED, 0)
+        p = decode_parameter(p, correction, PARAM_DTYPE, EXTRA_BITS)
     g = load_float(g_pointers, mask, MASKED, GRAD_DTYPE, TARGET)
     m = _load(m_pointers, mask, MASKED, M_ZERO)
     v = _load(v_pointers, mask, MASKED, 0)
@@ -220,21 +251,26 @@ def _step_tile(
         g = g + tl.load(scalar_row + WEIGHT_DECAY) * p
     g = finite_or_zero(g, nonfinite, TARGET)
     p, m, v, max_v = adam_update(p, g, m, v, max_v, adam_scalars, AMSGRAD, TARGET)
-    _store(p_pointers, round_float(p, PARAM_DTYPE, TARGET), mask, MASKED)
+    if STOCHASTIC:
+        index = _element_index(layout, start, local, local_blocks, first_block, row, inner, blocks_per_row, MASKED)
+    if PLAIN:
+        _store(p_pointers, round_float(p, PARAM_DTYPE, TARGET), mask, MASKED)
+    else:
+        random = None
+        if STOCHASTIC:
+            random = random_bits(index, tl.load(scalar_row + ROUNDING_KEY).to(tl.uint32, bitcast=True))
+        stored, correction = encode_parameter(p, random, PARAM_DTYPE, EXTRA_BITS, STOCHASTIC)
+        _store(p_pointers, stored, mask, MASKED)
+        if EXTRA_BITS:
+            _store(correction_pointers, correction, mask, MASKED)
 
     if not FP32:
-        index = local.to(tl.uint32)
-        if CODEC == "adaptive":
-            # (row0 + row) * global_inner + col0 + column, modulo 2^32.
-            global_inner = tl.load(layout + GLOBAL_INNER)
-            block_index = start + tl.load(layout + ROW0) * global_inner + tl.load(layout + COL0)
-            block_index = block_index.to(tl.uint32) + tl.zeros_like(local_blocks).to(tl.uint32)
-            if MASKED:
-                block_index += (row * (global_inner - inner)).to(tl.uint32)
-            elif global_inner != inner:
-                row = (first_block + local_blocks) // blocks_per_row
-                block_index += (row * (global_inner - inner)).to(tl.uint32)
-            index = block_index + local.to(tl.uint32)
+        if not STOCHASTIC:
+            index = local.to(tl.uint32)
+            if CODEC == "adaptive":
+                index = _element_index(
+                    layout, start, local, local_blocks, first_block, row, inner, blocks_per_row, MASKED
+                )
         m, v, m_scale, v_scale = encode(m, v, index, time_offset, tables, CODEC, TARGET)
         _store_block(m_scale_pointers, m_scale, block_mask, MASKED, TARGET)
         _store_block(v_scale_pointers, v_scale, block_mask, MASKED, TARGET)
@@ -263,6 +299,8 @@ def adam_kernel(
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     AMSGRAD: tl.constexpr,
+    EXTRA_BITS: tl.constexpr,  # of a correction, or 0
+    STOCHASTIC: tl.constexpr,  # rounding of parameters
     TILE: tl.constexpr,
     PRESENT: tl.constexpr,  # a bit for each body that occurs in `tiles`
     TARGET: tl.constexpr,
@@ -294,6 +332,8 @@ def adam_kernel(
                         DECOUPLED,
                         MAXIMIZE,
                         AMSGRAD,
+                        EXTRA_BITS,
+                        STOCHASTIC,
                         TILE // UNALIGNED_PART if flavour == UNALIGNED else TILE,
                         NARROWEST << log_width,
                         flavour,
@@ -301,7 +341,6 @@ def adam_kernel(
                     )
 
 
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 TARGET = "interpreter" if triton.knobs.runtime.interpret else "hip" if torch.version.hip else "cuda"
 
 
@@ -312,6 +351,8 @@ def constants(
     decoupled_weight_decay: bool,
     maximize: bool,
     amsgrad: bool,
+    extra_bits: int,
+    stochastic: bool,
     present: int,
     target: str,
 ) -> dict[str, Any]:
@@ -323,6 +364,8 @@ def constants(
         DECOUPLED=decoupled_weight_decay,
         MAXIMIZE=maximize,
         AMSGRAD=amsgrad,
+        EXTRA_BITS=extra_bits,
+        STOCHASTIC=stochastic,
         TILE=CONFIGS[target].tile,
         PRESENT=present,
         TARGET="portable" if target == "hip" else target,
@@ -352,6 +395,7 @@ def adam_step(
     exp_avg_sq_scale: list[Tensor],
     max_exp_avg_sq: list[Tensor],
     max_exp_avg_sq_scale: list[Tensor],
+    param_correction: list[Tensor],
     scalars: Tensor,
     table: Tensor,
     grad_scale: Tensor | None,
@@ -361,6 +405,7 @@ def adam_step(
     block_size: int,
     decoupled_weight_decay: bool,
     maximize: bool,
+    stochastic_rounding: bool,
     cache: dict[str, Any] | None = None,
 ) -> None:
     """The step of one bucket, in place: one launch. Arguments as in the schema of `fused8::adam_step_` (ops.py).
@@ -373,14 +418,16 @@ def adam_step(
         RuntimeError: a CUDA graph would capture scalars that stand on the CPU.
     """
     lists = (
-        params, grads, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, max_exp_avg_sq, max_exp_avg_sq_scale
+        params, grads, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, max_exp_avg_sq, max_exp_avg_sq_scale,
+        param_correction,
     )  # fmt: skip
     device = params[0].device
+    stochastic = stochastic_rounding and params[0].dtype != torch.float32
     if grad_scale is not None and grad_scale.dtype != torch.float32:
         raise TypeError(f"grad_scale must be float32, got {grad_scale.dtype}")
     cache = {} if cache is None else cache
     if "triton" not in cache:
-        tables = BucketTables(lists, codec, block_size, CONFIGS[TARGET].tile)
+        tables = BucketTables(lists, codec, block_size, CONFIGS[TARGET].tile, keep_rows=stochastic)
         cache["triton"] = tables, Upload(), Upload(), Upload()
     tables, upload_tensors, upload_tiles, upload_table = cache["triton"]
     tables.update(lists)
@@ -409,6 +456,8 @@ def adam_step(
                 decoupled_weight_decay,
                 maximize,
                 bool(max_exp_avg_sq),
+                8 * param_correction[0].element_size() if param_correction else 0,
+                stochastic,
                 tables.present,
                 TARGET,
             ),

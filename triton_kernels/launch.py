@@ -33,13 +33,13 @@ CONFIGS = {
     "interpreter": LaunchConfig(tile=8192, num_warps=1),  # its cost is per program
 }
 
-# Columns of the table of tensors: eight pointers, in the order of the lists of `fused8::adam_step_`, then the geometry.
-POINTERS = 8
+# Columns of the table of tensors: nine pointers, in the order of the lists of `fused8::adam_step_`, then the geometry.
+POINTERS = 9
 GRADS = 1
 WATCHED = 3  # of the lists: params, grads, exp_avg
-INNER = tl.constexpr(8)
-BLOCKS_PER_ROW = tl.constexpr(9)
-NUM_BLOCKS = tl.constexpr(10)
+INNER = tl.constexpr(9)
+BLOCKS_PER_ROW = tl.constexpr(10)
+NUM_BLOCKS = tl.constexpr(11)
 TENSOR_COLUMNS = tl.constexpr(16)  # 128 bytes, one cache line
 
 # A body is FLAVOURS * log2(width / NARROWEST) + flavour.
@@ -64,18 +64,20 @@ _MOST_BLOCKS = (1 << 31) - 1
 class BucketTables:
     """The table of tensors and the table of tiles of one bucket, on the CPU.
 
-    `lists` are the tensor lists of `fused8::adam_step_` up to max_exp_avg_sq_scale. `tile` is the number of elements
-    per program.
+    `lists` are the tensor lists of `fused8::adam_step_`. `tile` is the number of elements per program. `keep_rows`: the
+    kernel needs the index of each element in the global parameter, whatever the codec.
     """
 
-    def __init__(self, lists: Sequence[Sequence[Tensor]], codec: str, block_size: int, tile: int) -> None:
+    def __init__(
+        self, lists: Sequence[Sequence[Tensor]], codec: str, block_size: int, tile: int, keep_rows: bool = False
+    ) -> None:
         self._tile = tile
         self._numel, rows, inner = [], [], []
         for p in lists[0]:
             numel = p.numel()
             self._numel.append(numel)
-            # Without blocks the shape does not matter.
-            flat = codec == "fp32" or p.dim() < 2
+            # Without blocks the shape does not matter, except for the index: rows of a shard may lie apart.
+            flat = (codec == "fp32" and not keep_rows) or p.dim() < 2
             rows.append(1 if flat else p.shape[0])
             inner.append(numel if flat else numel // max(p.shape[0], 1))
         block_size = WIDEST if codec == "fp32" else block_size

@@ -106,13 +106,14 @@ void run(const StepArgs& args, int64_t& nonfinite) {
 
 void adam_step_(const TensorList& params, const TensorList& grads, const TensorList& exp_avg,
                 const TensorList& exp_avg_sq, const TensorList& exp_avg_scale, const TensorList& exp_avg_sq_scale,
-                const TensorList& max_exp_avg_sq, const TensorList& max_exp_avg_sq_scale, const Tensor& scalars,
-                const Tensor& table, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+                const TensorList& max_exp_avg_sq, const TensorList& max_exp_avg_sq_scale,
+                const TensorList& param_correction, const Tensor& scalars, const Tensor& table,
+                const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
                 const Tensor& nonfinite, StringHandle codec, int64_t block_size, bool decoupled_weight_decay,
-                bool maximize) {
-  const CheckedLists lists = check_lists(
-      {params, grads, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, max_exp_avg_sq, max_exp_avg_sq_scale},
-      take_string(codec), block_size, ON_CPU);
+                bool maximize, bool stochastic_rounding) {
+  const CheckedLists lists = check_lists({params, grads, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale,
+                                          max_exp_avg_sq, max_exp_avg_sq_scale, param_correction},
+                                         take_string(codec), block_size, ON_CPU);
   if (grad_scale) check_scalar("grad_scale", *grad_scale, ScalarType::Float, ON_CPU);
   if (found_inf) check_scalar("found_inf", *found_inf, ScalarType::Float, ON_CPU);
   check_scalar("nonfinite", nonfinite, ScalarType::Long, ON_CPU);
@@ -125,6 +126,8 @@ void adam_step_(const TensorList& params, const TensorList& grads, const TensorL
   args.block_size = block_size;
   args.param_dtype = lists.param_dtype;
   args.grad_dtype = lists.grad_dtype;
+  args.correction_bits = lists.correction_bits;
+  args.stochastic_rounding = stochastic_rounding;
   args.amsgrad = lists.amsgrad;
   args.maximize = maximize;
   args.coupled_weight_decay = !decoupled_weight_decay;

@@ -128,6 +128,10 @@ inline Ints load(const uint16_t* from) {
   return reinterpret_cast<Ints>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
 
+inline Ints load(const int16_t* from) {
+  return reinterpret_cast<Ints>(_mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+
 // Lanes are at most 0xFFFF.
 inline void store(uint16_t* to, Ints x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(x)));
@@ -191,6 +195,10 @@ inline void store(void* to, Ints x) {
 
 inline Ints load(const uint16_t* from) {
   return reinterpret_cast<Ints>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+
+inline Ints load(const int16_t* from) {
+  return reinterpret_cast<Ints>(_mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 
 // Lanes are at most 0xFFFF.

@@ -23,11 +23,12 @@ struct StepArgs {
   int64_t block_size;
   Dtype param_dtype;
   Dtype grad_dtype;
+  int32_t correction_bits;  // extra mantissa bits of the parameters: 0, 8 or 16
+  bool stochastic_rounding;
   bool amsgrad;
   bool maximize;
   bool coupled_weight_decay;  // weight_decay * param is added to the gradient (L2)
   float grad_scale;           // 1 if none is given
-  float grad_factor;          // its inverse, negative to maximize; set where the FP environment is known
 };
 
 // Steps every block whose first element lies in [begin, end) of the concatenation. Returns the number of gradient

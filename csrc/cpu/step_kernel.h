@@ -9,34 +9,14 @@
 #include "block_codecs.h"
 // After lanes.h, whose overloads its templates use.
 #include "../adam.h"
-#include "step_args.h"
+#include "operands.h"
 
 namespace fused8::FUSED8_ISA {
-
-constexpr int MAX_WIDTH = 256;
 
 // How far ahead to fetch, in elements: 256 to 2048 measure alike. The processor's own prefetching falls behind while a
 // block is encoded; without ours, the step takes a quarter longer.
 constexpr int FETCH_AHEAD = 512;
 constexpr int CACHE_LINE = 64;
-
-// A stretch of one tensor: a block, or less.
-struct Place {
-  int64_t offset;  // of its first element in the tensor
-  int64_t length;
-  int64_t block;
-  uint32_t index;  // element index of its first element
-};
-
-template <class T>
-T* at(void* base, int64_t offset) {
-  return base == nullptr ? nullptr : static_cast<T*>(base) + offset;
-}
-
-template <class T>
-const T* at(const void* base, int64_t offset) {
-  return static_cast<const T*>(base) + offset;
-}
 
 // `own` itself if it holds W elements, else a copy in `buffer`, filled up to W.
 template <int W, class T>
@@ -131,94 +111,17 @@ int64_t step_block(const Block<Codec>& block, const Scalars& scalars) {
   return largest_lane(largest_grad) > LARGEST_GRAD_BITS ? count_unusable<W>(grad) : 0;
 }
 
-// Elements of any dtype -> FP32 and back. `to` has room for a whole last register.
-template <class T>
-void convert(const T* from, float* to, int64_t length) {
-  int64_t i = 0;
-  for (; i + LANES <= length; i += LANES) store(to + i, load(from + i));
-  if (i == length) return;
-  T rest[LANES] = {};
-  __builtin_memcpy(rest, from + i, (length - i) * sizeof(T));
-  store(to + i, load(rest));
-}
-
-// `from` has a whole last register.
-template <class T>
-void convert_back(const float* from, T* to, int64_t length) {
-  int64_t i = 0;
-  for (; i + LANES <= length; i += LANES) store(to + i, load(from + i));
-  if (i == length) return;
-  T rest[LANES];
-  store(rest, load(from + i));
-  __builtin_memcpy(to + i, rest, (length - i) * sizeof(T));
-}
-
-inline void load_floats(Dtype dtype, const void* base, const Place& place, float* to) {
-  switch (dtype) {
-    case Dtype::FLOAT32: return convert(at<float>(base, place.offset), to, place.length);
-    case Dtype::BFLOAT16: return convert(at<BFloat16>(base, place.offset), to, place.length);
-    case Dtype::FLOAT16: return convert(at<Float16>(base, place.offset), to, place.length);
-  }
-}
-
-inline void store_floats(Dtype dtype, const float* from, void* base, const Place& place) {
-  switch (dtype) {
-    case Dtype::FLOAT32: return convert_back(from, at<float>(base, place.offset), place.length);
-    case Dtype::BFLOAT16: return convert_back(from, at<BFloat16>(base, place.offset), place.length);
-    case Dtype::FLOAT16: return convert_back(from, at<Float16>(base, place.offset), place.length);
-  }
-}
-
-inline FetchAhead fetch_ahead(const StepArgs& args, const TensorArgs& tensor, const Place& place) {
+inline FetchAhead fetch_ahead(const Call& args, const TensorArgs& tensor, const Place& place) {
   FetchAhead ahead;
-  ahead.param_size = args.param_dtype == Dtype::FLOAT32 ? 4 : 2;
-  ahead.grad_size = args.grad_dtype == Dtype::FLOAT32 ? 4 : 2;
+  ahead.param_size = size_of(args.param_dtype);
+  ahead.grad_size = size_of(args.grad_dtype);
   ahead.param = at<char>(tensor.param, (place.offset + FETCH_AHEAD) * ahead.param_size);
   ahead.grad = at<char>(tensor.grad, (place.offset + FETCH_AHEAD) * ahead.grad_size);
   return ahead;
 }
 
-inline bool grad_as_is(const StepArgs& args) {
-  return args.grad_factor == 1.0f && !args.coupled_weight_decay;
-}
-
-// The FP32 parameter and gradient of one place, whatever their dtypes: the tensors' own memory where it will do, else a
-// copy. The gradient is unscaled, negated to maximize, and has its weight decay.
-class Fp32Operands {
- public:
-  float* param;
-  const float* grad;
-
-  Fp32Operands(const StepArgs& args, const TensorArgs& tensor, const Place& place) : args_(args) {
-    param = at<float>(tensor.param, place.offset);
-    grad = at<float>(tensor.grad, place.offset);
-    if (args.param_dtype != Dtype::FLOAT32) {
-      load_floats(args.param_dtype, tensor.param, place, params_);
-      param = params_;
-    }
-    if (args.grad_dtype == Dtype::FLOAT32 && grad_as_is(args)) return;
-    load_floats(args.grad_dtype, tensor.grad, place, grads_);
-    if (args.grad_factor != 1.0f) {
-      for (int64_t i = 0; i < place.length; ++i) grads_[i] = grads_[i] * args.grad_factor;
-    }
-    if (args.coupled_weight_decay) {
-      for (int64_t i = 0; i < place.length; ++i) grads_[i] = grads_[i] + tensor.scalars.weight_decay * param[i];
-    }
-    grad = grads_;
-  }
-
-  void store_param(const TensorArgs& tensor, const Place& place) const {
-    if (param == params_) store_floats(args_.param_dtype, params_, tensor.param, place);
-  }
-
- private:
-  const StepArgs& args_;
-  alignas(64) float params_[MAX_WIDTH];
-  alignas(64) float grads_[MAX_WIDTH];
-};
-
 template <int W, bool AMSGRAD, class Codec>
-int64_t step_place(const StepArgs& args, const TensorArgs& tensor, const Place& place) {
+int64_t step_place(const Call& args, const TensorArgs& tensor, const Place& place) {
   using Code = typename Codec::Code;
   using SqCode = typename Codec::SqCode;
   using SqScale = typename Codec::SqScale;
@@ -255,7 +158,7 @@ int64_t step_place(const StepArgs& args, const TensorArgs& tensor, const Place& 
 
 // With the smallest width that holds the place: a row of 16 elements should not cost as much as one of 256.
 template <class Codec, bool AMSGRAD>
-int64_t step_any_width(const StepArgs& args, const TensorArgs& tensor, const Place& place) {
+int64_t step_any_width(const Call& args, const TensorArgs& tensor, const Place& place) {
   if (place.length > 128) return step_place<256, AMSGRAD, Codec>(args, tensor, place);
   if (place.length > 64) return step_place<128, AMSGRAD, Codec>(args, tensor, place);
   if (place.length > 32) return step_place<64, AMSGRAD, Codec>(args, tensor, place);
@@ -265,7 +168,7 @@ int64_t step_any_width(const StepArgs& args, const TensorArgs& tensor, const Pla
 
 // Steps the blocks of a tensor whose first element lies in [begin, end).
 template <class Codec, bool AMSGRAD>
-int64_t step_tensor(const StepArgs& args, const TensorArgs& tensor, int64_t begin, int64_t end) {
+int64_t step_tensor(const Call& args, const TensorArgs& tensor, int64_t begin, int64_t end) {
   int64_t nonfinite = 0;
   int64_t row = begin / tensor.inner;
   int64_t block_in_row = (begin % tensor.inner + args.block_size - 1) / args.block_size;
@@ -285,13 +188,21 @@ int64_t step_tensor(const StepArgs& args, const TensorArgs& tensor, int64_t begi
   }
 }
 
-// FP32 state has no blocks.
+// FP32 state has no blocks; a stretch may cross rows.
 template <bool AMSGRAD>
-int64_t step_tensor_fp32(const StepArgs& args, const TensorArgs& tensor, int64_t begin, int64_t end) {
+int64_t step_tensor_fp32(const Call& args, const TensorArgs& tensor, int64_t begin, int64_t end) {
   const Scalars s = tensor.scalars;
   int64_t nonfinite = 0;
-  for (int64_t offset = begin; offset < end; offset += MAX_WIDTH) {
-    const Place place{offset, smaller<int64_t>(end - offset, MAX_WIDTH), 0, 0};
+  Place place = {};
+  for (int64_t offset = begin; offset < end; offset += place.length) {
+    place.offset = offset;
+    place.length = smaller<int64_t>(end - offset, MAX_WIDTH);
+    if (args.stochastic_rounding) {  // which needs the element index: within a row, consecutive
+      const int64_t row = offset / tensor.inner;
+      const int64_t col = offset % tensor.inner;
+      place.length = smaller(place.length, tensor.inner - col);
+      place.index = tensor.first_index + static_cast<uint32_t>(row) * tensor.row_stride + static_cast<uint32_t>(col);
+    }
     const Fp32Operands operands(args, tensor, place);
     float* __restrict param = operands.param;
     const float* __restrict grad = operands.grad;
@@ -309,7 +220,7 @@ int64_t step_tensor_fp32(const StepArgs& args, const TensorArgs& tensor, int64_t
   return nonfinite;
 }
 
-using TensorFunction = int64_t (*)(const StepArgs&, const TensorArgs&, int64_t begin, int64_t end);
+using TensorFunction = int64_t (*)(const Call&, const TensorArgs&, int64_t begin, int64_t end);
 
 template <bool AMSGRAD>
 TensorFunction tensor_function(CodecName codec) {
@@ -323,7 +234,7 @@ TensorFunction tensor_function(CodecName codec) {
 }
 
 // The last tensor that begins at or before `element`.
-inline int64_t find_tensor(const StepArgs& args, int64_t element) {
+inline int64_t find_tensor(const Call& args, int64_t element) {
   int64_t low = 0, high = args.tensor_count;
   while (high - low > 1) {
     const int64_t middle = low + (high - low) / 2;
@@ -332,9 +243,8 @@ inline int64_t find_tensor(const StepArgs& args, int64_t element) {
   return low;
 }
 
-int64_t step_elements(const StepArgs& call_args, int64_t begin, int64_t end) {
-  StepArgs args = call_args;
-  args.grad_factor = (args.maximize ? -1.0f : 1.0f) / args.grad_scale;
+int64_t step_elements(const StepArgs& step_args, int64_t begin, int64_t end) {
+  const Call args(step_args);
   const TensorFunction step = args.amsgrad ? tensor_function<true>(args.codec) : tensor_function<false>(args.codec);
   int64_t nonfinite = 0;
   for (int64_t t = find_tensor(args, begin); t < args.tensor_count && args.tensors[t].begin < end; ++t) {

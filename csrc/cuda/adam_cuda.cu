@@ -34,16 +34,17 @@ void check_capture(cudaStream_t stream) {
 
 void adam_step_(const TensorList& params, const TensorList& grads, const TensorList& exp_avg,
                 const TensorList& exp_avg_sq, const TensorList& exp_avg_scale, const TensorList& exp_avg_sq_scale,
-                const TensorList& max_exp_avg_sq, const TensorList& max_exp_avg_sq_scale, const Tensor& scalars,
-                const Tensor& table, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+                const TensorList& max_exp_avg_sq, const TensorList& max_exp_avg_sq_scale,
+                const TensorList& param_correction, const Tensor& scalars, const Tensor& table,
+                const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
                 const Tensor& nonfinite, StringHandle codec, int64_t block_size, bool decoupled_weight_decay,
-                bool maximize) {
+                bool maximize, bool stochastic_rounding) {
   const std::string codec_name = take_string(codec);
   check(nonfinite.is_cuda(), "nonfinite must be on a CUDA device");
   const Location location = {true, nonfinite.get_device_index()};
-  const CheckedLists lists = check_lists(
-      {params, grads, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, max_exp_avg_sq, max_exp_avg_sq_scale},
-      codec_name, block_size, location);
+  const CheckedLists lists = check_lists({params, grads, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale,
+                                          max_exp_avg_sq, max_exp_avg_sq_scale, param_correction},
+                                         codec_name, block_size, location);
   if (grad_scale) check_scalar("grad_scale", *grad_scale, ScalarType::Float, location);
   if (found_inf) check_scalar("found_inf", *found_inf, ScalarType::Float, location);
   check_scalar("nonfinite", nonfinite, ScalarType::Long, location);
@@ -62,6 +63,9 @@ void adam_step_(const TensorList& params, const TensorList& grads, const TensorL
   call.found_inf = found_inf ? static_cast<const float*>(found_inf->const_data_ptr()) : nullptr;
   call.nonfinite = static_cast<unsigned long long*>(nonfinite.mutable_data_ptr());
   call.codec = lists.codec;
+  call.param_dtype = lists.param_dtype;
+  call.correction_bits = lists.correction_bits;
+  call.stochastic_rounding = stochastic_rounding;
   call.block_size = block_size;
   call.maximize = maximize;
   call.coupled_weight_decay = !decoupled_weight_decay;
@@ -71,7 +75,7 @@ void adam_step_(const TensorList& params, const TensorList& grads, const TensorL
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(location.device_index, &current_stream));
   const auto stream = static_cast<cudaStream_t>(current_stream);
   if (cpu_scalars) check_capture(stream);
-  const cuda::Kernel kernel = cuda::kernel_of(lists.codec, lists.param_dtype, lists.grad_dtype, lists.amsgrad);
+  const cuda::Kernel kernel = cuda::kernel_of(call, lists.grad_dtype, lists.amsgrad);
   cuda::run_launches(call, lists.tensors, [&](const cuda::Launch& launch) {
     void* parameters[] = {const_cast<cuda::Launch*>(&launch)};
     check_cuda(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(launch.tiles), dim3(cuda::THREADS),

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../adam.h"
+#include "../formats.h"
 #include "../tensor_view.h"
 #include "arithmetic.cuh"
 #include "lane_codecs.cuh"
@@ -30,6 +31,7 @@ struct TensorArgs {
   void* exp_avg_scale;
   void* exp_avg_sq_scale;
   void* max_exp_avg_sq_scale;
+  void* param_correction;
   int64_t inner;
   uint32_t blocks;
   uint32_t blocks_per_row;
@@ -46,7 +48,7 @@ struct TensorArgs {
 // Parameters of one kernel launch: at most 4096 bytes on every GPU and driver. So the pointers reach the kernel with
 // the launch itself, and need neither device memory of their own nor a copy that must have ended.
 constexpr int MOST_TENSORS = 32;
-constexpr int MOST_SCALAR_ROWS = 8;
+constexpr int MOST_SCALAR_ROWS = 4;
 
 struct Launch {
   const Scalars* device_scalars;  // null: see `scalars`
@@ -55,6 +57,9 @@ struct Launch {
   const float* found_inf;         // null: 0
   unsigned long long* nonfinite;
   int32_t block_size;
+  int32_t correction_bits;  // extra mantissa bits of the parameters: 0, 8 or 16
+  Format format;            // of parameters that are Bits16 or Bits8
+  bool stochastic_rounding;
   bool maximize;
   bool coupled_weight_decay;  // weight_decay * param is added to the gradient (L2)
   uint32_t tiles;
@@ -147,6 +152,73 @@ __device__ __forceinline__ void store_scale(void* scales, const Place& place, T 
   if (place.in_tensor && place.first_lane) static_cast<T*>(scales)[place.block] = scale;
 }
 
+// Parameters in the format of the launch: the formats, corrections and ways of rounding share a kernel, which chooses
+// at run time; each by itself would be a kernel more for every codec and gradient.
+template <class Param>
+constexpr bool IN_FORMAT_OF_LAUNCH = false;
+template <>
+inline constexpr bool IN_FORMAT_OF_LAUNCH<Bits16> = true;
+template <>
+inline constexpr bool IN_FORMAT_OF_LAUNCH<Bits8> = true;
+
+using IntLane = int32_t[ELEMENTS];
+
+__device__ __forceinline__ void load_correction(const Launch& launch, const TensorArgs& tensor, const Span& span,
+                                                IntLane& correction) {
+  if (launch.correction_bits == 16) {
+    Packed<Bits16> packed;
+    load(tensor.param_correction, span, Bits16{}, packed);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) correction[i] = static_cast<int16_t>(code_at(packed, i));
+  } else if (launch.correction_bits == 8) {
+    Packed<int8_t> packed;
+    load(tensor.param_correction, span, int8_t{}, packed);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) correction[i] = code_at(packed, i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) correction[i] = 0;
+  }
+}
+
+__device__ __forceinline__ void store_correction(const Launch& launch, const TensorArgs& tensor, const Span& span,
+                                                 const IntLane& correction) {
+  if (launch.correction_bits == 16) {
+    Packed<Bits16> packed;
+    pack_codes(correction, packed);
+    store(tensor.param_correction, span, packed);
+  } else if (launch.correction_bits == 8) {
+    Packed<int8_t> packed;
+    pack_codes(correction, packed);
+    store(tensor.param_correction, span, packed);
+  }
+}
+
+template <class Param>
+__device__ __forceinline__ void unpack_in_format(const Launch& launch, const Packed<Param>& packed,
+                                                 const IntLane& correction, FloatLane& param) {
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; ++i) {
+    param[i] = decode(launch.format, launch.correction_bits, code_at(packed, i), correction[i]);
+  }
+}
+
+// `index` is the element index of the first element.
+template <class Param>
+__device__ __forceinline__ void pack_in_format(const Launch& launch, const FloatLane& param, uint32_t index,
+                                               uint32_t key, Packed<Param>& packed, IntLane& correction) {
+  IntLane codes;
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; ++i) {
+    const uint32_t random = launch.stochastic_rounding ? random_bits(index + i, key) : 0;
+    const Stored<uint32_t> stored =
+        encode(launch.format, launch.correction_bits, launch.stochastic_rounding, param[i], random);
+    codes[i] = static_cast<int32_t>(stored.param);
+    correction[i] = static_cast<int32_t>(stored.correction);
+  }
+  pack_codes(codes, packed);
+}
+
 template <class Codec, bool AMSGRAD, class Param, class Grad>
 __global__ void __launch_bounds__(THREADS) adam_kernel(const __grid_constant__ Launch launch) {
   using Code = typename Codec::Code;
@@ -170,7 +242,9 @@ __global__ void __launch_bounds__(THREADS) adam_kernel(const __grid_constant__ L
   Packed<SqCode> sq_codes, max_codes;
   Scale scale = {};
   SqScale sq_scale = {}, max_scale = {};
+  IntLane correction;
   load(tensor.param, place.span, Param{}, packed_param);
+  if constexpr (IN_FORMAT_OF_LAUNCH<Param>) load_correction(launch, tensor, place.span, correction);
   load(tensor.grad, place.span, Grad{}, packed_grad);
   load(tensor.exp_avg, place.span, Codec::ZERO, codes);
   load(tensor.exp_avg_sq, place.span, SqCode{}, sq_codes);
@@ -183,7 +257,11 @@ __global__ void __launch_bounds__(THREADS) adam_kernel(const __grid_constant__ L
   const Scalars s = find_scalars(launch, tensor);
 
   FloatLane param, grad, m, v, max_v;
-  unpack(packed_param, param);
+  if constexpr (IN_FORMAT_OF_LAUNCH<Param>) {
+    unpack_in_format(launch, packed_param, correction, param);
+  } else {
+    unpack(packed_param, param);
+  }
   unpack(packed_grad, grad);
   if (launch.grad_scale != nullptr) {
     const float inverse = 1.0f / *launch.grad_scale;
@@ -208,11 +286,16 @@ __global__ void __launch_bounds__(THREADS) adam_kernel(const __grid_constant__ L
     if constexpr (AMSGRAD) max_v[i] = update_max(max_v[i], v[i]);
   }
   update_params(param, m, AMSGRAD ? max_v : v, place.span.count == 0, s);
-  pack(param, packed_param);
+  const uint32_t index = element_index(launch, tensor, place);
+  if constexpr (IN_FORMAT_OF_LAUNCH<Param>) {
+    pack_in_format(launch, param, index, s.rounding_key, packed_param, correction);
+    store_correction(launch, tensor, place.span, correction);
+  } else {
+    pack(param, packed_param);
+  }
   store(tensor.param, place.span, packed_param);
 
-  Codec::encode(m, v, element_index(launch, tensor, place), s.time_offset, lanes, shared, codes, sq_codes, scale,
-                sq_scale);
+  Codec::encode(m, v, index, s.time_offset, lanes, shared, codes, sq_codes, scale, sq_scale);
   store(tensor.exp_avg, place.span, codes);
   store(tensor.exp_avg_sq, place.span, sq_codes);
   if constexpr (HAS_SCALES) {
@@ -226,7 +309,30 @@ __global__ void __launch_bounds__(THREADS) adam_kernel(const __grid_constant__ L
   }
 }
 
-// The kernel for the dtypes of one call.
+// What the kernel is compiled for: the dtypes that are as fast as can be, and all else.
+enum class ParamKind { FLOAT32, BFLOAT16, FLOAT16, BITS16, BITS8 };
+
+inline ParamKind param_kind(Dtype param, int32_t correction_bits, bool stochastic_rounding) {
+  const bool plain = correction_bits == 0 && !stochastic_rounding;
+  switch (param) {
+    case Dtype::FLOAT32: return ParamKind::FLOAT32;
+    case Dtype::BFLOAT16: return plain ? ParamKind::BFLOAT16 : ParamKind::BITS16;
+    case Dtype::FLOAT16: return plain ? ParamKind::FLOAT16 : ParamKind::BITS16;
+    default: return ParamKind::BITS8;
+  }
+}
+
+inline Format format_of(Dtype param) {
+  switch (param) {
+    case Dtype::BFLOAT16: return BFLOAT16_FORMAT;
+    case Dtype::FLOAT16: return FLOAT16_FORMAT;
+    case Dtype::FLOAT8_E4M3FN: return FLOAT8_E4M3FN_FORMAT;
+    case Dtype::FLOAT8_E5M2: return FLOAT8_E5M2_FORMAT;
+    default: return {};
+  }
+}
+
+// The kernel for one call.
 using Kernel = void (*)(Launch);
 
 template <class Codec, bool AMSGRAD, class Param>
@@ -235,32 +341,34 @@ Kernel choose_by_grad(Dtype grad) {
     case Dtype::FLOAT32: return adam_kernel<Codec, AMSGRAD, Param, float>;
     case Dtype::BFLOAT16: return adam_kernel<Codec, AMSGRAD, Param, BFloat16>;
     case Dtype::FLOAT16: return adam_kernel<Codec, AMSGRAD, Param, Float16>;
+    default: return nullptr;
   }
-  return nullptr;
 }
 
 template <class Codec, bool AMSGRAD>
-Kernel choose_by_param(Dtype param, Dtype grad) {
+Kernel choose_by_param(ParamKind param, Dtype grad) {
   switch (param) {
-    case Dtype::FLOAT32: return choose_by_grad<Codec, AMSGRAD, float>(grad);
-    case Dtype::BFLOAT16: return choose_by_grad<Codec, AMSGRAD, BFloat16>(grad);
-    case Dtype::FLOAT16: return choose_by_grad<Codec, AMSGRAD, Float16>(grad);
+    case ParamKind::FLOAT32: return choose_by_grad<Codec, AMSGRAD, float>(grad);
+    case ParamKind::BFLOAT16: return choose_by_grad<Codec, AMSGRAD, BFloat16>(grad);
+    case ParamKind::FLOAT16: return choose_by_grad<Codec, AMSGRAD, Float16>(grad);
+    case ParamKind::BITS16: return choose_by_grad<Codec, AMSGRAD, Bits16>(grad);
+    case ParamKind::BITS8: return choose_by_grad<Codec, AMSGRAD, Bits8>(grad);
   }
   return nullptr;
 }
 
 template <class Codec>
-Kernel choose_kernel(Dtype param, Dtype grad, bool amsgrad) {
+Kernel choose_kernel(ParamKind param, Dtype grad, bool amsgrad) {
   return amsgrad ? choose_by_param<Codec, true>(param, grad) : choose_by_param<Codec, false>(param, grad);
 }
 
 // Each compiled in a file of its own.
-Kernel adaptive_kernel(Dtype param, Dtype grad, bool amsgrad);
-Kernel dynamic_kernel(Dtype param, Dtype grad, bool amsgrad);
-Kernel e4m3_kernel(Dtype param, Dtype grad, bool amsgrad);
-Kernel fp32_kernel(Dtype param, Dtype grad, bool amsgrad);
+Kernel adaptive_kernel(ParamKind param, Dtype grad, bool amsgrad);
+Kernel dynamic_kernel(ParamKind param, Dtype grad, bool amsgrad);
+Kernel e4m3_kernel(ParamKind param, Dtype grad, bool amsgrad);
+Kernel fp32_kernel(ParamKind param, Dtype grad, bool amsgrad);
 
-inline Kernel kernel_of(CodecName codec, Dtype param, Dtype grad, bool amsgrad) {
+inline Kernel kernel_of(CodecName codec, ParamKind param, Dtype grad, bool amsgrad) {
   switch (codec) {
     case CodecName::ADAPTIVE: return adaptive_kernel(param, grad, amsgrad);
     case CodecName::DYNAMIC: return dynamic_kernel(param, grad, amsgrad);

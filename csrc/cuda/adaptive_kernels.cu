@@ -2,7 +2,7 @@
 
 namespace fused8::FUSED8_ISA {
 
-Kernel adaptive_kernel(Dtype param, Dtype grad, bool amsgrad) {
+Kernel adaptive_kernel(ParamKind param, Dtype grad, bool amsgrad) {
   return choose_kernel<AdaptiveCodec>(param, grad, amsgrad);
 }
 

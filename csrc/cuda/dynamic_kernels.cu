@@ -2,7 +2,7 @@
 
 namespace fused8::FUSED8_ISA {
 
-Kernel dynamic_kernel(Dtype param, Dtype grad, bool amsgrad) {
+Kernel dynamic_kernel(ParamKind param, Dtype grad, bool amsgrad) {
   return choose_kernel<DynamicCodec>(param, grad, amsgrad);
 }
 

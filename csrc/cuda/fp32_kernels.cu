@@ -2,7 +2,7 @@
 
 namespace fused8::FUSED8_ISA {
 
-Kernel fp32_kernel(Dtype param, Dtype grad, bool amsgrad) {
+Kernel fp32_kernel(ParamKind param, Dtype grad, bool amsgrad) {
   return choose_kernel<Fp32Codec>(param, grad, amsgrad);
 }
 

@@ -27,6 +27,13 @@ struct Float16 {
   uint16_t bits;
 };
 
+// The bits of a parameter in a format that the launch names (formats.h), or of a correction.
+struct Bits16 {
+  uint16_t bits;
+};
+
+using Bits8 = uint8_t;
+
 // 16 elements as they stand in memory.
 template <class T>
 struct alignas(16) Packed {
@@ -134,6 +141,18 @@ __device__ __forceinline__ int32_t code_at(const Packed<uint8_t>& packed, int i)
 
 __device__ __forceinline__ int32_t code_at(const Packed<int8_t>& packed, int i) {
   return static_cast<int8_t>(raw_element(packed, i));
+}
+
+__device__ __forceinline__ int32_t code_at(const Packed<Bits16>& packed, int i) {
+  return static_cast<int32_t>(raw_element(packed, i) & 0xFFFF);
+}
+
+// The low halves of 16 codes.
+__device__ __forceinline__ void pack_codes(const int32_t (&codes)[ELEMENTS], Packed<Bits16>& packed) {
+#pragma unroll
+  for (int i = 0; i < ELEMENTS; i += 2) {
+    packed.words[i / 2] = (static_cast<uint32_t>(codes[i]) & 0xFFFF) | static_cast<uint32_t>(codes[i + 1]) << 16;
+  }
 }
 
 // The low bytes of 16 codes.

@@ -20,6 +20,9 @@ struct Call {
   const float* found_inf;
   unsigned long long* nonfinite;
   CodecName codec;
+  Dtype param_dtype;
+  int32_t correction_bits;
+  bool stochastic_rounding;
   int64_t block_size;
   bool maximize;
   bool coupled_weight_decay;
@@ -27,7 +30,8 @@ struct Call {
 
 // Pointers to the elements that a kernel may access 128 bits at a time.
 inline bool is_aligned(const TensorView& view) {
-  const void* pointers[] = {view.param, view.grad, view.exp_avg, view.exp_avg_sq, view.max_exp_avg_sq};
+  const void* pointers[] = {view.param,      view.grad,           view.exp_avg,
+                            view.exp_avg_sq, view.max_exp_avg_sq, view.param_correction};
   for (const void* pointer : pointers) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) return false;
   }
@@ -38,7 +42,7 @@ inline bool is_aligned(const TensorView& view) {
 inline TensorArgs tensor_args(const Call& call, const TensorView& view, uint32_t& tiles) {
   int64_t rows = view.rows;
   int64_t inner = view.inner;
-  if (call.codec == CodecName::FP32) {  // without blocks the shape does not matter
+  if (call.codec == CodecName::FP32 && !call.stochastic_rounding) {  // nothing depends on the shape
     inner *= rows;
     rows = 1;
   }
@@ -57,6 +61,7 @@ inline TensorArgs tensor_args(const Call& call, const TensorView& view, uint32_t
   args.exp_avg_scale = view.exp_avg_scale;
   args.exp_avg_sq_scale = view.exp_avg_sq_scale;
   args.max_exp_avg_sq_scale = view.max_exp_avg_sq_scale;
+  args.param_correction = view.param_correction;
   args.inner = inner;
   args.blocks = static_cast<uint32_t>(blocks);
   args.blocks_per_row = static_cast<uint32_t>(blocks_per_row);
@@ -127,6 +132,9 @@ class LaunchPacker {
     launch_.found_inf = call_.found_inf;
     launch_.nonfinite = call_.nonfinite;
     launch_.block_size = static_cast<int32_t>(call_.block_size);
+    launch_.correction_bits = call_.correction_bits;
+    launch_.format = format_of(call_.param_dtype);
+    launch_.stochastic_rounding = call_.stochastic_rounding;
     launch_.maximize = call_.maximize;
     launch_.coupled_weight_decay = call_.coupled_weight_decay;
     for (uint32_t& first : launch_.first_tile) first = 0xFFFFFFFF;
@@ -138,6 +146,11 @@ class LaunchPacker {
   Launch launch_;
   std::vector<int64_t> rows_;  // of `scalars`, which are in the launch
 };
+
+inline Kernel kernel_of(const Call& call, Dtype grad, bool amsgrad) {
+  return kernel_of(call.codec, param_kind(call.param_dtype, call.correction_bits, call.stochastic_rounding), grad,
+                   amsgrad);
+}
 
 template <class Run>
 void run_launches(const Call& call, const std::vector<TensorView>& views, Run run) {

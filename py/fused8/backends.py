@@ -108,8 +108,8 @@ def _reference_unavailable(device: torch.device) -> str | None:
     return None
 
 
-def _reference_adam_step(*args: Any, cache: dict[str, Any], **rounding: Any) -> None:
-    reference.adam_step(*args, **rounding)
+def _reference_adam_step(*args: Any, cache: dict[str, Any]) -> None:
+    reference.adam_step(*args)
 
 
 BACKENDS = {
@@ -126,37 +126,15 @@ BACKENDS = {
 AUTOMATIC = {"cpu": ("cpp",), "cuda": ("triton",)}
 
 
-class Rounding(NamedTuple):
-    """How a bucket's parameters are stored."""
-
-    dtype: torch.dtype
-    has_correction: bool
-    stochastic: bool
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every backend can do it: FP32, or 16 bits rounded to nearest."""
-        return self.dtype.itemsize > 1 and not self.has_correction and not self.stochastic
-
-
-PLAIN = Rounding(torch.float32, False, False)
-_NOT_PLAIN = "stochastic rounding, master_bits and FP8 parameters are so far served by the reference alone"
-
-
 @functools.cache
-def select(device: torch.device, requested: str | None, rounding: Rounding = PLAIN) -> Backend:
+def select(device: torch.device, requested: str | None) -> Backend:
     """The backend for a device. One that was asked for and cannot serve is a RuntimeError that says why."""
-
-    def unavailable(name: str) -> str | None:
-        reason = BACKENDS[name].unavailable(device)
-        return reason or (_NOT_PLAIN if name != "reference" and not rounding.is_plain else None)
-
     if requested is not None:
-        if reason := unavailable(requested):
+        if reason := BACKENDS[requested].unavailable(device):
             raise RuntimeError(f"backend {requested!r} cannot serve device {str(device)!r}: {reason}")
         return BACKENDS[requested]
     for name in AUTOMATIC.get(device.type, ()):
-        reason = unavailable(name)
+        reason = BACKENDS[name].unavailable(device)
         if reason is None:
             return BACKENDS[name]
         _say_once(f"fused8: device {device} is served by the slow reference, not by {name}: {reason}")

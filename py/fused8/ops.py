@@ -16,6 +16,8 @@ from . import backends
 _library = torch.library.Library("fused8", "DEF")
 
 # Lists run parallel to `params`. With codec "fp32" both scale lists are empty; without amsgrad both max lists are.
+# `param_correction` holds the extra mantissa bits of parameters that are not float32 (formats.py: int8 or int16, of the
+# parameter's shape), or nothing. `stochastic_rounding` says how their new values are rounded.
 # All tensors of the lists are contiguous and on one device. Columns of `scalars` (float32) and `table` (int64):
 # step_plan.SCALAR_COLUMNS and TABLE_COLUMNS. Gradients are divided by `grad_scale` (one float32). A found_inf that is
 # not zero makes the call do nothing.
@@ -24,9 +26,9 @@ _library.define(
     "Tensor(a!)[] params, Tensor[] grads, "
     "Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "
     "Tensor(d!)[] exp_avg_scale, Tensor(e!)[] exp_avg_sq_scale, "
-    "Tensor(f!)[] max_exp_avg_sq, Tensor(g!)[] max_exp_avg_sq_scale, "
-    "Tensor scalars, Tensor table, Tensor? grad_scale, Tensor? found_inf, Tensor(h!) nonfinite, "
-    "str codec, int block_size, bool decoupled_weight_decay, bool maximize) -> ()"
+    "Tensor(f!)[] max_exp_avg_sq, Tensor(g!)[] max_exp_avg_sq_scale, Tensor(h!)[] param_correction, "
+    "Tensor scalars, Tensor table, Tensor? grad_scale, Tensor? found_inf, Tensor(i!) nonfinite, "
+    "str codec, int block_size, bool decoupled_weight_decay, bool maximize, bool stochastic_rounding) -> ()"
 )
 
 
@@ -38,24 +40,9 @@ def _adam_step_fake(*args: Any, **kwargs: Any) -> None:
 backends.load_library()
 
 
-def adam_step(
-    backend: str | None,
-    params: list[Tensor],
-    *args: Any,
-    param_correction: list[Tensor],
-    stochastic_rounding: bool,
-    cache: dict[str, Any],
-) -> None:
+def adam_step(backend: str | None, params: list[Tensor], *args: Any, cache: dict[str, Any]) -> None:
     """Step one bucket in place. `params` and the rest are the arguments of the schema above, in its order.
 
-    `param_correction` holds the extra mantissa bits of each parameter, or nothing. `cache` belongs to the bucket and
-    lives as long: what a backend wants to keep for its next step.
+    `cache` belongs to the bucket and lives as long: what a backend wants to keep for its next step.
     """
-    rounding = backends.Rounding(params[0].dtype, bool(param_correction), stochastic_rounding)
-    chosen = backends.select(params[0].device, backend, rounding)
-    if rounding.is_plain:
-        chosen.adam_step(params, *args, cache=cache)
-    else:
-        chosen.adam_step(
-            params, *args, param_correction=param_correction, stochastic_rounding=stochastic_rounding, cache=cache
-        )
+    backends.select(params[0].device, backend).adam_step(params, *args, cache=cache)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, options, sharding
+from . import backends, offload, options, sharding
 from . import state as state_of
 from .formats import CORRECTION_DTYPES, FORMATS
 from .step_plan import BucketKey, Entry, StepPlan
@@ -91,12 +91,13 @@ class Planner:
             own = state.get(p) or {}
             if own:
                 own = _checked_state(own, p, group, name)
-            on_device = group["capturable"] or (p.device.type != "cpu" and count_on_device)
+            device = state_of.device_of(p, group)
+            on_device = group["capturable"] or (device.type != "cpu" and count_on_device)
             on_device |= bool(own) and own["step"].device.type != "cpu"
             entry = Entry(p, grad, number, own)
             key = BucketKey(
                 group["backend"],
-                p.device,
+                device,
                 p.dtype,
                 grad.dtype,
                 state_of.codec_of_parameter(p, group),
@@ -107,10 +108,10 @@ class Planner:
                 state_of.correction_bits(p.dtype, group),
                 options.rounds_stochastically(p.dtype, group),
                 on_device,
-                None if entry.contiguous else len(entries),
+                None if group["offload"] is None else p.device,
+                None if entry.contiguous or group["offload"] is not None else len(entries),
             )
-            rounding = backends.Rounding(key.param_dtype, key.correction_bits > 0, key.stochastic_rounding)
-            backends.select(key.device, key.backend, rounding)
+            backends.select(key.device, key.backend)
             keys.append(key)
             entries.append(entry)
         for entry in entries:
@@ -130,11 +131,12 @@ def _checked_state(own: dict[str, Any], p: Tensor, group: dict[str, Any], name: 
         own = own | {"step": torch.tensor(float(own["step"]))}
     if own["step"].device.type == "cpu" and float(own["step"]) >= state_of.MAX_STEP:
         raise RuntimeError(_STEP_LIMIT)
+    device = state_of.device_of(p, group)
     for tensor_name, tensor in own.items():
-        if tensor_name != "step" and tensor.device != p.device:
+        if tensor_name != "step" and tensor.device != device:
             raise RuntimeError(
-                f"{tensor_name} of {name} is on {tensor.device}, the parameter on {p.device}: move the model before "
-                "the first step, or load the state again after moving it"
+                f"{tensor_name} of {name} is on {tensor.device} and should be on {device}: move the model before the "
+                "first step, or load the state again after moving it"
             )
     return own
 
@@ -148,7 +150,7 @@ def check_param(p: Tensor, group: dict[str, Any], name: str) -> None:
         )
     if p.layout is not torch.strided:
         raise TypeError(f"{name} has layout {p.layout}: fused8 updates dense parameters")
-    if message := sharding.refusal(p):
+    if message := sharding.refusal(p) or (group["offload"] and offload.refusal(p)):
         raise TypeError(f"{name} {message}")
     if group["master_bits"] is not None and p.dtype != torch.float32:
         extra = group["master_bits"] - 8 * p.dtype.itemsize

@@ -91,6 +91,7 @@ def adam_step(
     exp_avg_sq_scale: Sequence[Tensor],
     max_exp_avg_sq: Sequence[Tensor],
     max_exp_avg_sq_scale: Sequence[Tensor],
+    param_correction: Sequence[Tensor],
     scalars: Tensor,
     table: Tensor,
     grad_scale: Tensor | None,
@@ -100,14 +101,9 @@ def adam_step(
     block_size: int,
     decoupled_weight_decay: bool,
     maximize: bool,
-    *,
-    param_correction: Sequence[Tensor] = (),
-    stochastic_rounding: bool = False,
+    stochastic_rounding: bool,
 ) -> None:
     """The step of one bucket, in place. Arguments as in the schema of `fused8::adam_step_` (ops.py).
-
-    `param_correction` holds the extra mantissa bits of parameters that are not FP32 (formats.py), or nothing;
-    `stochastic_rounding` says how their new values are rounded.
 
     All tensors are contiguous. Gradient elements that are not finite, or above 2^63, count as 0 and are counted in
     `nonfinite`.

@@ -126,6 +126,8 @@ class BucketKey(NamedTuple):
     correction_bits: int
     stochastic_rounding: bool
     steps_on_device: bool
+    offload_from: torch.device | None
+    """The device of parameters whose state is on another one, `device`, where the step is made; otherwise None."""
     solo: int | None
     """The position of a tensor that needs a contiguous temporary, and so goes alone; otherwise None."""
 
@@ -235,6 +237,7 @@ class Bucket:
         "exp_avg_sq_scale",
         "max_exp_avg_sq",
         "max_exp_avg_sq_scale",
+        "param_correction",
     )
 
     def __init__(self, key: BucketKey, entries: list[Entry], counters: StepCounters, slots: list[int]) -> None:
@@ -246,7 +249,6 @@ class Bucket:
             [local(entry.state[name]) for entry in entries] if name in entries[0].state else []
             for name in self.STATE_NAMES
         ]
-        self.param_correction = [local(entry.state["param_correction"]) for entry in entries if key.correction_bits]
         self.cache: dict[str, Any] = {}  # what a backend keeps for this bucket
         self._any_dtensor = any(entry.is_dtensor for entry in entries)
         self._shards = [shard_of(p, key.block_size) for p in self.params]

@@ -35,6 +35,7 @@ struct Memory {
             exp_avg_scale.data(),
             exp_avg_sq_scale.data(),
             max_exp_avg_sq_scale.data(),
+            nullptr,
             rows,
             inner,
             blocks_per_row};
@@ -49,7 +50,7 @@ void step(CodecName codec, const char* name) {
   memories.emplace_back(9, 16, 256);
   std::vector<TensorView> views;
   for (const Memory& memory : memories) views.push_back(memory.view);
-  const Scalars scalars = {0.9f, 0.1f, 0.999f, 0.001f, 1e-8f, 1e-3f, 1.0f, 1.0f, 0.0f, 7, {}};
+  const Scalars scalars = {0.9f, 0.1f, 0.999f, 0.001f, 1e-8f, 1e-3f, 1.0f, 1.0f, 0.0f, 7, 0, {}};
   const int64_t table[] = {0, 0, 0, 512, 0, 0, 0, 300, 0, 0, 0, 16};
   unsigned long long nonfinite = 0;
   Call call = {};

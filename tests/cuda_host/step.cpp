@@ -9,16 +9,16 @@
 
 namespace fused8::FUSED8_ISA {
 
-Kernel adaptive_kernel(Dtype param, Dtype grad, bool amsgrad) {
+Kernel adaptive_kernel(ParamKind param, Dtype grad, bool amsgrad) {
   return choose_kernel<AdaptiveCodec>(param, grad, amsgrad);
 }
-Kernel dynamic_kernel(Dtype param, Dtype grad, bool amsgrad) {
+Kernel dynamic_kernel(ParamKind param, Dtype grad, bool amsgrad) {
   return choose_kernel<DynamicCodec>(param, grad, amsgrad);
 }
-Kernel e4m3_kernel(Dtype param, Dtype grad, bool amsgrad) {
+Kernel e4m3_kernel(ParamKind param, Dtype grad, bool amsgrad) {
   return choose_kernel<E4M3Codec>(param, grad, amsgrad);
 }
-Kernel fp32_kernel(Dtype param, Dtype grad, bool amsgrad) {
+Kernel fp32_kernel(ParamKind param, Dtype grad, bool amsgrad) {
   return choose_kernel<Fp32Codec>(param, grad, amsgrad);
 }
 
@@ -39,8 +39,8 @@ const char* cuda_host_error() {
 // The number of launches, or -1 and cuda_host_error(). `on_device`: the kernel reads scalars (1), table (2) itself.
 int cuda_host_step(const fused8::TensorView* views, int64_t count, const void* scalars, const int64_t* table,
                    int on_device, const float* grad_scale, const float* found_inf, unsigned long long* nonfinite,
-                   int codec, int param_dtype, int grad_dtype, int amsgrad, int64_t block_size, int maximize,
-                   int coupled_weight_decay) {
+                   int codec, int param_dtype, int correction_bits, int stochastic_rounding, int grad_dtype,
+                   int amsgrad, int64_t block_size, int maximize, int coupled_weight_decay) {
   using namespace fused8::FUSED8_ISA;
   try {
     Call call = {};
@@ -50,11 +50,13 @@ int cuda_host_step(const fused8::TensorView* views, int64_t count, const void* s
     call.found_inf = found_inf;
     call.nonfinite = nonfinite;
     call.codec = static_cast<fused8::CodecName>(codec);
+    call.param_dtype = static_cast<fused8::Dtype>(param_dtype);
+    call.correction_bits = correction_bits;
+    call.stochastic_rounding = stochastic_rounding != 0;
     call.block_size = block_size;
     call.maximize = maximize != 0;
     call.coupled_weight_decay = coupled_weight_decay != 0;
-    const Kernel kernel = kernel_of(call.codec, static_cast<fused8::Dtype>(param_dtype),
-                                    static_cast<fused8::Dtype>(grad_dtype), amsgrad != 0);
+    const Kernel kernel = kernel_of(call, static_cast<fused8::Dtype>(grad_dtype), amsgrad != 0);
     int launches = 0;
     run_launches(call, {views, views + count}, [&](const Launch& launch) {
       cuda_host::run(launch.tiles, THREADS, [&] { kernel(launch); });
