@@ -16,6 +16,7 @@ from .support import (
     make_parameters,
     parameters,
     set_gradients,
+    through_file,
 )
 
 SHAPES = ((16, 256), (5, 300), (64,), ())
@@ -138,6 +139,68 @@ def test_a_file_with_extra_bits_is_not_converted_without_them():
     plain = AdamW8bit(make_parameters(SHAPES, torch.bfloat16), min_8bit_size=0)
     with pytest.warns(UserWarning, match="extra mantissa bits"):
         plain.load_state_dict(saved)
+
+
+def low_precision_model(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(30, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 30))
+    model[2].weight = model[0].weight
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("master_bits", [None, 24, 32])
+def test_master_weights_go_through_a_file(master_bits):
+    """In FP32 with buffers and tied weights, and back into a fresh optimizer: the same bits, weight by weight."""
+    model, other = low_precision_model(), low_precision_model()
+    a, b = (AdamW8bit(m.parameters(), lr=1e-3, master_bits=master_bits) for m in (model, other))
+    for step in range(1, 4):
+        set_gradients(model.parameters(), step)
+        a.step()
+    weights = through_file(a.master_state_dict(model))
+    assert weights.keys() == model.state_dict().keys()
+    for name, p in model.named_parameters():
+        assert weights[name].dtype == torch.float32
+        correction = a.state[p].get("param_correction")
+        assert (correction is None) == (master_bits is None)
+        assert_same_bits(weights[name], fused8.formats.decode(p.detach(), correction), name)
+    assert weights["1.running_mean"].dtype == torch.bfloat16
+    b.load_master_state_dict(other, weights)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert_same_bits(p.detach(), q.detach(), "weight")
+        if master_bits is not None:
+            assert_same_bits(a.state[p]["param_correction"], b.state[q]["param_correction"], "correction")
+    set_gradients(other.parameters(), 1)
+    b.step()
+
+
+def test_fp32_weights_keep_what_bfloat16_would_lose():
+    model = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    optimizer = AdamW8bit(model.parameters(), master_bits=32)
+    weights = {"weight": torch.randn(64, 64)}
+    optimizer.load_master_state_dict(model, weights)
+    assert_same_bits(optimizer.master_state_dict(model)["weight"], weights["weight"], "32 bits")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda w: w.pop("1.weight"), r"missing \['1.weight'\]"),
+        (lambda w: w.update(extra=torch.zeros(1)), r"unknown \['extra'\]"),
+        (lambda w: w.update({"2.bias": torch.zeros(31)}), r"2.bias has shape \(31,\).*\(30,\)"),
+        (lambda w: w.update({"2.bias": torch.zeros(30, dtype=torch.int32)}), "2.bias has dtype torch.int32"),
+        (lambda w: w.update({"2.bias": None}), "2.bias has type NoneType"),
+    ],
+)
+def test_master_weights_that_do_not_fit_change_nothing(change, message):
+    model = low_precision_model()
+    optimizer = AdamW8bit(model.parameters(), master_bits=24)
+    weights = {name: torch.ones_like(value) for name, value in optimizer.master_state_dict(model).items()}
+    change(weights)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises((ValueError, TypeError), match=message):
+        optimizer.load_master_state_dict(model, weights)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
 
 
 def test_master_bits_that_do_not_fit_are_refused():

@@ -84,12 +84,12 @@ class Load:
         if CORRECTION in saved:
             correction = saved.pop(CORRECTION)
         source = foreign.source_of(saved, p, {**as_saved, "master_bits": None})
-        converted = convert.own_state(source, p, group, p.device)
+        converted = convert.own_state(source, p, group, state_of.device_of(p, group))
         self.report.add(source, foreign.in_words(state_of.codec_of_parameter(p, group), group["block_size"]), converted)
         own = converted.tensors
         spec = state_of.specs_of_parameter(p, group).get(CORRECTION)
         if spec is not None:
-            own[CORRECTION] = _checked_correction(correction, p, spec)
+            own[CORRECTION] = _checked_correction(correction, p, spec).to(state_of.device_of(p, group))
         elif correction is not None:
             self.report.lost["the extra mantissa bits of parameters, since the optimizer has no master_bits"] = None
         if group["capturable"]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import convert, gradients, loading, ops, options
+from . import convert, gradients, loading, master_weights, offload, ops, options
 from . import state as state_of
+from .offload import Offload
 from .planner import Planner, check_param
-from .step_plan import Bucket
+from .step_plan import Bucket, Hyperparameters, StepPlan
 
 _UNSUPPORTED = {
     "optim_bits": "for 32-bit state put `state_bits: 32` into a param group",
@@ -25,6 +26,17 @@ _UNSUPPORTED = {
     "fused": "every step is fused",
     "differentiable": "the step is not differentiable; use torch.optim",
 }
+
+
+class _Prepared(NamedTuple):
+    """A step that has been checked and planned. Lists run parallel to the plan's buckets."""
+
+    plan: StepPlan
+    hyperparameters: list[Hyperparameters]
+    grads: list[list[Tensor]]
+    fetched: list[offload.Fetched | None]
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -62,6 +74,10 @@ class Adam8bit(torch.optim.Optimizer):
         max_grad_norm: clip the gradients of all groups together to this Euclidean norm, as
             torch.nn.utils.clip_grad_norm_ would before the step, without writing them. The norm is then in
             `last_grad_norm`.
+        offload: "cpu" keeps the state (with `master_bits` the correction too) of parameters on an accelerator in CPU
+            memory and makes the step there: each gradient is copied down and each new weight up, nothing else. With
+            `step_in_backward` all of that goes on during backward. The host also holds a copy of the weights; a weight
+            that is written through `.data`, which leaves no trace, is not noticed.
         backend: None chooses by device. "cpp", "triton", "cuda" or "reference" insist on one: an error says why if it
             cannot serve.
 
@@ -98,6 +114,7 @@ class Adam8bit(torch.optim.Optimizer):
         rounding_seed: int = 0,
         master_bits: int | None = None,
         max_grad_norm: float | None = None,
+        offload: str | None = None,
         backend: str | None = None,
         **unsupported: Any,
     ) -> None:
@@ -122,12 +139,14 @@ class Adam8bit(torch.optim.Optimizer):
             rounding_seed=rounding_seed,
             master_bits=master_bits,
             max_grad_norm=max_grad_norm,
+            offload=offload,
             backend=backend,
             state_format=state_of.STATE_FORMAT,
         )
         options.check(defaults, "the defaults")
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._in_backward: Any = None
+        self._offload = Offload()
         self.last_grad_norm: Tensor | None = None
         super().__init__(params, defaults)
         self._planner = Planner(self)
@@ -156,6 +175,7 @@ class Adam8bit(torch.optim.Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_nonfinite", {})
         self.__dict__.setdefault("_in_backward", None)
+        self.__dict__.setdefault("_offload", Offload())
         self.__dict__.setdefault("last_grad_norm", None)
         for group in self.param_groups:
             for name, default in self.defaults.items():
@@ -215,6 +235,24 @@ class Adam8bit(torch.optim.Optimizer):
         """
         return convert.to_torch_state_dict(self.state_dict(), device=device)
 
+    def master_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """`model.state_dict()` with the parameters of this optimizer in FP32, for a checkpoint of full precision.
+
+        With `master_bits` that is the parameter and its `param_correction` together: all the bits that the optimizer
+        works with. Without, it is the parameter itself. Buffers and other parameters stay as they are.
+        """
+        return master_weights.state_dict(self, model)
+
+    def load_master_state_dict(self, model: torch.nn.Module, state_dict: Mapping[str, Any]) -> None:
+        """Load FP32 weights into the model and, with `master_bits`, what its dtype lacks into the state.
+
+        `model.load_state_dict` alone would round the weights and leave the old `param_correction` beside them.
+
+        Raises:
+            ValueError, TypeError: names, shapes or dtypes do not fit. Nothing is changed then.
+        """
+        master_weights.load_state_dict(self, model, state_dict)
+
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -241,63 +279,101 @@ class Adam8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def _step(self, grad_scale: Tensor | None, found_inf: Tensor | None, only: Tensor | None = None) -> None:
         """Step all parameters that have gradients, or the one parameter `only`."""
-        hyperparameters = [options.hyperparameters(group, i) for i, group in enumerate(self.param_groups)]
-        max_grad_norm = options.max_grad_norm(self.param_groups)
-        if found_inf is not None and found_inf.device.type == "cpu":
+        if found_inf is not None and (found_inf.device.type == "cpu" or self._offloads()):
             if bool(found_inf):
                 return
             found_inf = None
+        self._execute(self._prepare(grad_scale, found_inf, only))
+        self._offload.finish()
+
+    def _offloads(self) -> bool:
+        return any(group["offload"] is not None for group in self.param_groups)
+
+    @torch.no_grad()
+    def _prepare(self, grad_scale: Tensor | None, found_inf: Tensor | None, only: Tensor | None) -> _Prepared:
+        """Check and plan a step; nothing changes yet, but that gradients of offloaded parameters set out."""
+        hyperparameters = [options.hyperparameters(group, i) for i, group in enumerate(self.param_groups)]
+        max_grad_norm = options.max_grad_norm(self.param_groups)
         plan = self._planner.plan(found_inf is not None, only)
         grads = [bucket.local_grads() for bucket in plan.buckets]
+        fetched = [
+            self._offload.fetch(bucket.params) if bucket.key.offload_from is not None else None
+            for bucket in plan.buckets
+        ]
         if max_grad_norm is not None:
             norm = gradients.global_norm(
                 [(bucket.params, own) for bucket, own in zip(plan.buckets, grads, strict=True)]
             )
             self.last_grad_norm, grad_scale = gradients.clip(norm, grad_scale, max_grad_norm)
-        for (bucket, scalars, table), own in zip(plan.scalars(hyperparameters), grads, strict=True):
-            self._run(bucket, own, scalars, table, grad_scale, found_inf)
-        for counters in plan.counters:
-            counters.advance(found_inf)
+        return _Prepared(plan, hyperparameters, grads, fetched, grad_scale, found_inf)
 
-    def _run(
-        self,
-        bucket: Bucket,
-        grads: list[Tensor],
-        scalars: Tensor,
-        table: Tensor,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        key = bucket.key
+    @torch.no_grad()
+    def _execute(self, step: _Prepared) -> None:
+        scalars = step.plan.scalars(step.hyperparameters)
+        for (bucket, rows, table), grads, fetched in zip(scalars, step.grads, step.fetched, strict=True):
+            if fetched is None:
+                self._run(bucket, grads, rows, table, step)
+        for (bucket, rows, table), fetched in zip(scalars, step.fetched, strict=True):
+            if fetched is not None:  # the CPU works while the devices do
+                self._run_offloaded(bucket, fetched, rows, table, step)
+        for counters in step.plan.counters:
+            counters.advance(step.found_inf)
+
+    def _run(self, bucket: Bucket, grads: list[Tensor], scalars: Tensor, table: Tensor, step: _Prepared) -> None:
         params = bucket.local_params()
         contiguous = params
-        if key.solo is not None:
+        if bucket.key.solo is not None:
             contiguous, grads = [p.contiguous() for p in params], [g.contiguous() for g in grads]
+        self._call(bucket, contiguous, grads, bucket.states, scalars, table, step, bucket.cache)
+        for p, source in zip(params, contiguous, strict=True):
+            if source is not p:
+                p.copy_(source)
+        torch.autograd.graph.increment_version(bucket.params)
+
+    def _run_offloaded(
+        self, bucket: Bucket, fetched: offload.Fetched, scalars: Tensor, table: Tensor, step: _Prepared
+    ) -> None:
+        def run(piece: slice, params: list[Tensor], grads: list[Tensor]) -> None:
+            states = [tensors[piece] for tensors in bucket.states]
+            cache = bucket.cache.setdefault(str(piece.start), {})
+            self._call(bucket, params, grads, states, scalars, table[piece], step, cache)
+
+        fetched.step(run)
+        torch.autograd.graph.increment_version(bucket.params)
+        fetched.are_sent()
+
+    def _call(
+        self,
+        bucket: Bucket,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        scalars: Tensor,
+        table: Tensor,
+        step: _Prepared,
+        cache: dict[str, Any],
+    ) -> None:
+        key = bucket.key
         device = key.device
         if device not in self._nonfinite:
             self._nonfinite[device] = torch.zeros(1, dtype=torch.int64, device=device)
         ops.adam_step(
             key.backend,
-            contiguous,
+            params,
             grads,
-            *bucket.states,
+            *states,
             scalars,
             table,
-            None if grad_scale is None else grad_scale.to(device),
-            None if found_inf is None else found_inf.to(device),
+            None if step.grad_scale is None else step.grad_scale.to(device),
+            None if step.found_inf is None else step.found_inf.to(device),
             self._nonfinite[device],
             key.codec,
             key.block_size,
             key.decoupled_weight_decay,
             key.maximize,
-            param_correction=bucket.param_correction,
-            stochastic_rounding=key.stochastic_rounding,
-            cache=bucket.cache,
+            key.stochastic_rounding,
+            cache=cache,
         )
-        for p, source in zip(params, contiguous, strict=True):
-            if source is not p:
-                p.copy_(source)
-        torch.autograd.graph.increment_version(bucket.params)
 
     def nonfinite_count(self) -> int:
         """How many gradient elements were not finite (or above 2^63) and counted as 0, since this object was made.

@@ -15,10 +15,12 @@ from .state import BLOCK_SIZES
 from .step_plan import Hyperparameters
 
 # Options that decide what a state tensor means: fixed once a group has state.
-FROZEN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "amsgrad", "master_bits")
+FROZEN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "amsgrad", "master_bits", "offload")
 # Options that stay the optimizer's own when a state is loaded: the frozen ones that a file cannot change by itself,
-# and the backend, which belongs to a machine.
-OWN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "master_bits", "max_grad_norm", "backend")
+# and those that belong to a machine.
+OWN_OPTIONS = (
+    "codec", "block_size", "min_8bit_size", "state_bits", "master_bits", "offload", "max_grad_norm", "backend"
+)  # fmt: skip
 # Options that decide how tensors are grouped and served.
 PLAN_OPTIONS = (*FROZEN_OPTIONS, "maximize", "decoupled_weight_decay", "capturable", "param_rounding", "backend")
 
@@ -79,6 +81,8 @@ def check(group: Mapping[str, Any], where: str) -> None:
     require(group["master_bits"] in (None, 16, 24, 32), "master_bits", "None, 16, 24 or 32")
     limit = group["max_grad_norm"]
     require(limit is None or (_is_number(limit) and 0 < limit < math.inf), "max_grad_norm", "None or a number > 0")
+    require(group["offload"] in (None, "cpu"), "offload", "None or cpu")
+    require(group["offload"] is None or not group["capturable"], "offload", "None with capturable=True")
     require(
         backend is None or (isinstance(backend, str) and backend in backends.BACKENDS),
         "backend",

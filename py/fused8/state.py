@@ -82,8 +82,13 @@ def specs_of_parameter(p: Tensor, group: Mapping[str, Any]) -> dict[str, TensorS
     return state_specs(p.shape, group, shard_of(p, group["block_size"]).keeps_blocks, p.dtype)
 
 
+def device_of(p: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Where the state of a parameter is."""
+    return p.device if group["offload"] is None else torch.device(group["offload"])
+
+
 def allocate(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The zero state of a parameter: on its device and sharded as it is, except `step`, which the step plan places."""
+    """The zero state of a parameter: where `device_of` says and sharded as it is, but `step`, which the plan places."""
     result = {}
     shard = local(p)
     rows, inner = rows_and_inner(shard.shape)
@@ -93,7 +98,7 @@ def allocate(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
             continue
         is_scale = name.endswith("_scale")
         shape = (rows, -(-inner // group["block_size"])) if is_scale else shard.shape
-        tensor = torch.full(shape, spec.fill, dtype=spec.dtype, device=shard.device)
+        tensor = torch.full(shape, spec.fill, dtype=spec.dtype, device=device_of(shard, group))
         result[name] = placed_like(p, tensor, spec.shape)
     return result
 
