@@ -4,6 +4,7 @@
     python examples/accelerate_loop.py --offline                   # tiny, from what is on the machine
     python examples/accelerate_loop.py --offline --precision bf16  # mixed precision: FP32 weights, bf16 arithmetic
     python examples/accelerate_loop.py --offline --resume          # go on from the state in --out
+    accelerate launch --config_file examples/accelerate_fsdp2.yaml examples/accelerate_loop.py  # sharded, on 2 GPUs
 
 Needs fused8[hf], and `datasets` unless --offline. The state is saved after every epoch, and a resumed run ends with
 the same bits as one that was never interrupted.
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from classification import accuracy_and_f1, collate, load
 from torch import nn
 from torch.utils.data import DataLoader
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[nn.Module, torch.optim.Opti
     args = parser.parse_args(argv)
 
     set_seed(0)
-    accelerator = Accelerator(mixed_precision=args.precision)
+    # The order of the texts follows from the epoch: without this, that of several processes is lost when resuming.
+    order = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(mixed_precision=args.precision, dataloader_config=order)
     model, train, evaluation = load(args.offline, args.train_size, eval_size=400)
     groups = fused8.param_groups(model, weight_decay=0.01)
     optimizer = fused8.AdamW8bit(groups, lr=1e-3 if args.offline else 5e-5)

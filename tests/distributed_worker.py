@@ -1,4 +1,4 @@
-"""What each rank does in tests/test_distributed.py: `torchrun distributed_worker.py SCENARIO FOLDER [ARGUMENT...]`.
+"""What each rank does in tests/test_distributed.py: `torchrun distributed_worker.py SCENARIO[+SCENARIO...] FOLDER`.
 
 Scenarios that save or compare do so through files in FOLDER. Any failed assertion ends the rank, and with it the test.
 """
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import fused8
 from fused8 import AdamW8bit
 
 # Rows that divide evenly by no number of ranks, rows of whole blocks, short rows, and fewer rows than ranks.
@@ -101,6 +102,35 @@ def same_bits(folder: Path) -> None:
     assert all(isinstance(state[k], DTensor) and state[k].placements == p.placements for k in state if k != "step")
 
 
+def memory(folder: Path) -> None:
+    """What the estimate says of the ranks is what they hold: FSDP2 with shards of different sizes and empty ones."""
+    for options in (dict(min_8bit_size=0), dict(codec="dynamic", block_size=64, amsgrad=True)):
+        model = make_model()
+        model.append(torch.nn.PReLU(1 << 20)).append(torch.nn.Linear(9, 2))  # a long vector; not all ranks have a row
+        estimate = fused8.estimate_memory(model, world_size=dist.get_world_size(), **options).per_rank
+        shard(model)
+        set_gradients(model, 1)
+        optimizer = AdamW8bit(model.parameters(), **options)
+        adamw = torch.optim.AdamW(model.parameters(), amsgrad=options.get("amsgrad", False))
+        for own, expected in ((optimizer, "fused8"), (adamw, "torch AdamW, FP32 state")):
+            own.step()
+            report = fused8.memory_report(own)
+            held: list = [None] * dist.get_world_size()
+            dist.all_gather_object(held, (report.weights, report.gradients, report.state))
+            weights, gradients, state = zip(*held, strict=True)
+            total = [sum(sizes) for sizes in held]
+            found = [(max(sizes), sum(sizes) / len(sizes)) for sizes in (weights, gradients, state, total)]
+            on_ranks = estimate.optimizers[expected]
+            shares = (estimate.weights, estimate.gradients, on_ranks.state, on_ranks.total)
+            assert found == [(share.largest, share.mean) for share in shares], (options, expected)
+            assert report.state == sum(
+                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+                for tensors in own.state.values()
+                for tensor in tensors.values()
+            )
+        assert state[0] > state[-1]
+
+
 def same_bits_2d(folder: Path) -> None:
     """Replicated and sharded (HSDP) on a 2 x 2 mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -108,6 +138,80 @@ def same_bits_2d(folder: Path) -> None:
     optimizer = AdamW8bit(model.parameters(), **OPTIONS)
     advance(model, optimizer, 1, 4)
     assert_equal(contents(model, optimizer), contents(*single(4)))
+
+
+# -- clipping ---------------------------------------------------------------------------------------------------------
+
+U = 2.0**-24  # half the distance of neighbouring FP32 numbers, relative
+
+
+def clipping(folder: Path, mesh=None) -> None:
+    """max_grad_norm under FSDP2, with shards of different sizes, empty ones and plain parameters, is that of one
+    process: the norm, clip_grad_norm_ before the step, and the bits of the step given the norm."""
+    steps, lr, max_norm = 3, 1e-2, 1.0
+    options = dict(lr=lr, weight_decay=0.0, min_8bit_size=0)
+
+    def build(sharded: bool) -> torch.nn.Sequential:
+        model = make_model()
+        if sharded:
+            shard(model, mesh)
+        return model.append(torch.nn.Linear(37, 41))  # not sharded
+
+    def integers(model, step: int) -> None:
+        """Gradients whose squares sum up without rounding, in any order."""
+        set_gradients(model, step)
+        for p in model.parameters():
+            sign = whole(p.grad).sign() + whole(p.grad).round()
+            p.grad = distribute_tensor(sign, p.device_mesh, p.placements) if isinstance(p, DTensor) else sign
+
+    def norm_of(model) -> float:
+        return sum(whole(p.grad).double().square().sum().item() for p in model.parameters()) ** 0.5
+
+    model, same_norm, clipped = build(True), build(False), build(False)
+    state_32 = build(True)
+    optimizer = AdamW8bit(model.parameters(), max_grad_norm=max_norm, **options)
+    expected = AdamW8bit(same_norm.parameters(), **options)
+    optimizer_32 = AdamW8bit(
+        [{"params": list(state_32.parameters()), "state_bits": 32}], max_grad_norm=max_norm, **options
+    )
+    expected_32 = AdamW8bit([{"params": list(clipped.parameters()), "state_bits": 32}], **options)
+    # The squares of a shard are exact. Then, in units of U and relative to the square of the norm: a root and a square
+    # for each tensor (2 * 2 + 1, torch's root on CPUs is not correctly rounded), sums over 10 tensors, 4 ranks and 2
+    # kinds of placement (10 + 4 + 2). The last root halves that, and adds 2.
+    norm_bound = ((2 * 2 + 1 + 10 + 4 + 2) / 2 + 2) * U
+    for step in range(1, steps + 1):
+        for each in (model, same_norm, state_32, clipped):
+            integers(each, step)
+        norm = norm_of(clipped)
+        optimizer.step()
+        found = optimizer.last_grad_norm
+        assert abs(found.item() / norm - 1) <= norm_bound, (found.item(), norm)
+        norms: list = [None] * dist.get_world_size()
+        dist.all_gather_object(norms, found.item())
+        assert len(set(norms)) == 1
+        expected.grad_scale = (found + 1e-6) / max_norm  # divides the gradients within the step, as GradScaler's
+        expected.step()
+        optimizer_32.step()
+        torch.nn.utils.clip_grad_norm_(clipped.parameters(), max_norm)
+        expected_32.step()
+    assert_equal(contents(model, optimizer), contents(same_norm, expected))
+    # A gradient that was clipped in two ways differs by twice the norm's error, and 4 U for what multiplies or divides.
+    # Its moments differ by as much, their quotient, at most 1.01 in 3 steps, by twice that, and 10 U for the step's own
+    # operations; the new parameter by its own rounding.
+    error = 2 * (2 * norm_bound + 4 * U) + 10 * U
+    for p, q in zip(state_32.parameters(), clipped.parameters(), strict=True):
+        bound = steps * (1.01 * lr * error + U * (q.abs() + steps * lr))
+        assert bool(((whole(p) - q).abs() <= bound).all())
+    far = AdamW8bit(model.parameters(), max_grad_norm=1e6, **options)
+    alone = AdamW8bit(same_norm.parameters(), **options)
+    integers(model, 4), integers(same_norm, 4)
+    far.step(), alone.step()
+    assert_equal(contents(model, far), contents(same_norm, alone))
+
+
+def clipping_2d(folder: Path) -> None:
+    """The same under HSDP: replicas do not count twice."""
+    clipping(folder, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def tensor_parallel(folder: Path) -> None:
@@ -236,6 +340,32 @@ def zero_redundancy(folder: Path) -> None:
         assert torch.equal(q, r), "resumed"
 
 
+def accelerate(folder: Path) -> None:
+    """examples/accelerate_loop.py under `accelerate launch`: replicated, sharded by the FSDP2 plugin, and resumed."""
+    import accelerate_loop
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    def run(processes: DistributedType, *arguments: str | Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        AcceleratorState._reset_state()  # in use, each run is a process
+        PartialState._shared_state["distributed_type"] = processes
+        return accelerate_loop.main(["--offline", "--train-size", "160", "--epochs", "2", *map(str, arguments)])
+
+    PartialState(cpu=True)
+    replicated = contents(*run(DistributedType.MULTI_CPU, "--out", folder / "replicated"))
+    # The plugin serves accelerators only, though it uses nothing of them: these processes pose as such.
+    gpus = DistributedType.MULTI_GPU
+    model, optimizer = run(gpus, "--out", folder / "sharded")
+    assert all(isinstance(optimizer.state[p]["exp_avg"], DTensor) for p in model.parameters())
+    sharded = contents(model, optimizer)
+    # Gradients are summed in another order; where one is nearly 0, Adam's step has the size of the learning rate in
+    # either direction, here 1e-3 in 6 steps.
+    apart = torch.cat([(sharded[name] - replicated[name]).abs().flatten() for name, _ in model.named_parameters()])
+    assert apart.max() <= 2 * 1e-3 * 6 and apart.median() < 1e-5, (apart.max(), apart.median())
+    run(gpus, "--out", folder / "resumed", "--stop-after", "1")
+    assert_equal(contents(*run(gpus, "--out", folder / "resumed", "--resume")), sharded)
+
+
 def fsdp1(folder: Path) -> None:
     """Flat parameters are refused before training starts, with the way out."""
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -272,9 +402,10 @@ def offending_placements(folder: Path) -> None:
 def main() -> None:
     faulthandler.dump_traceback_later(50, exit=True)  # a hung rank says where before the test gives up on it
     torch.set_num_threads(1)
-    scenario, folder = sys.argv[1:3]
+    scenarios, folder = sys.argv[1:3]
     dist.init_process_group("gloo")
-    globals()[scenario](Path(folder))
+    for scenario in scenarios.split("+"):
+        globals()[scenario](Path(folder))
     dist.barrier()
     dist.destroy_process_group()
 

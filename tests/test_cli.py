@@ -63,6 +63,7 @@ def test_version(capsys):
         (["estimate", "model.pt", "--codec", "int8"], "int8"),
         (["estimate", "model.pt", "--block-size", "100"], "100"),
         (["estimate", "model.pt", "--min-8bit-size", "-1"], "min_8bit_size"),
+        (["estimate", "model.pt", "--world-size", "0"], "world_size"),
         (["estimate", "nowhere.safetensors"], "nowhere.safetensors does not exist"),
         (["estimate", "optimizer.pt"], "fused8 report"),
         (["estimate", "text.pt"], "text.pt could not be read"),
@@ -95,6 +96,24 @@ def test_estimate_json(capsys, files):
     assert code == 0
     assert (found["state"], found["total"], found["by_dtype"]) == (expected.state, expected.total, expected.by_dtype)
     assert found["peers"]["bitsandbytes AdamW8bit"] is None
+
+
+def test_estimate_with_master_bits(capsys, files):
+    code, out, _ = run(capsys, "estimate", "model.pt", "--dtype", "bf16", "--master-bits", "24")
+    expected = estimate_memory("model.pt", dtype=torch.bfloat16, master_bits=24)
+    assert code == 0 and expected.master_weights == expected.parameters
+    assert f"{expected.state:,}" in out and "master_bits 24" in out and "master weights" in out
+
+
+def test_estimate_of_ranks(capsys, files):
+    code, out, _ = run(capsys, "estimate", "model.pt", "--world-size", "8")
+    expected = estimate_memory("model.pt", world_size=8).per_rank
+    assert code == 0 and "Each of 8 ranks under FSDP2" in out and f"{expected.state.largest:,}" in out
+    code, out, _ = run(capsys, "estimate", "model.pt", "--world-size", "8", "--json")
+    assert json.loads(out)["per_rank"]["weights"] == {
+        "largest": expected.weights.largest,
+        "mean": expected.weights.mean,
+    }
 
 
 def test_report(capsys, files):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import convert, foreign
-from .memory import load_file
+from .files import DEPTH, load_file, optimizer_states
 
 SAFETENSORS = ".safetensors"
 TARGETS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -29,8 +29,6 @@ TARGETS: dict[str, Callable[..., dict[str, Any]]] = {
     "fused8": convert.to_fused8_state_dict,
     "bitsandbytes": convert.to_bitsandbytes_state_dict,
 }
-
-_DEPTH = 4  # how many containers deep an optimizer state is looked for
 
 
 def convert_file(
@@ -60,7 +58,7 @@ def convert_file(
     """
     source, target = Path(source), Path(target)
     content = read(source)
-    places = _optimizer_states(content)
+    places = optimizer_states(content)
     if not places:
         raise ValueError(f"{source} holds no optimizer state (a dict with 'state' and 'param_groups')")
     total = sum(_elements(state_dict) for state_dict in places.values())
@@ -122,7 +120,7 @@ def write(path: Path, content: Any) -> None:
     """
     if path.suffix != SAFETENSORS:
         _replace(path, lambda temporary: torch.save(content, temporary))
-    elif list(_optimizer_states(content)) == [""]:
+    elif list(optimizer_states(content)) == [""]:
         save_safetensors(content, path)
     else:
         raise ValueError(f"{path}: a safetensors file can hold an optimizer state only, and this one is part of more")
@@ -251,31 +249,7 @@ def _sync(path: str | Path) -> None:
 # -- optimizer states within a file -----------------------------------------------------------------------------------
 
 
-def _is_optimizer_state(content: Any) -> bool:
-    return (
-        isinstance(content, Mapping)
-        and isinstance(content.get("state"), Mapping)
-        and isinstance(content.get("param_groups"), (list, tuple))
-    )
-
-
-def _optimizer_states(content: Any, place: str = "", depth: int = _DEPTH) -> dict[str, Mapping[str, Any]]:
-    """The optimizer states within nested containers: place -> state dict."""
-    if _is_optimizer_state(content):
-        return {place: content}
-    found: dict[str, Mapping[str, Any]] = {}
-    if not depth:
-        return found
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            found |= _optimizer_states(value, f"{place}.{key}" if place else str(key), depth - 1)
-    elif isinstance(content, (list, tuple)):
-        for i, value in enumerate(content):
-            found |= _optimizer_states(value, f"{place}[{i}]", depth - 1)
-    return found
-
-
-def _replaced(content: Any, old: Any, new: Any, depth: int = _DEPTH) -> Any:
+def _replaced(content: Any, old: Any, new: Any, depth: int = DEPTH) -> Any:
     """A copy of nested containers with one object in them replaced; containers without it stay the same objects."""
     if content is old:
         return new

@@ -48,10 +48,12 @@ def estimate(args: argparse.Namespace) -> int:
         dtype=DTYPES.get(args.dtype),
         grad_dtype=DTYPES.get(args.grad_dtype),
         architecture=args.architecture,
+        world_size=args.world_size,
         codec=args.codec,
         block_size=args.block_size,
         min_8bit_size=args.min_8bit_size,
         amsgrad=args.amsgrad,
+        master_bits=args.master_bits,
     )
     _show(args, result.to_dict(), result.tables())
     return OK
@@ -421,6 +423,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     added.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
     added.add_argument("--grad-dtype", choices=DTYPES, help="of the gradients (default: that of the weights)")
+    added.add_argument(
+        "--master-bits", type=int, choices=(16, 24, 32), help="of the weights, where their dtype has fewer"
+    )
+    added.add_argument(
+        "--world-size", type=int, metavar="N", help="also what each of N ranks holds that shard the model by FSDP2"
+    )
 
     added = command(
         "report",

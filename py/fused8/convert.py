@@ -42,14 +42,13 @@ _DEFAULTS: dict[str, Any] = {
     "rounding_seed": 0,
     "master_bits": None,
     "max_grad_norm": None,
+    "offload": None,
     "backend": None,
     "state_format": state_of.STATE_FORMAT,
 }
 # What stands in a group of fused8 and of no other optimizer.
-_ONLY_FUSED8 = (
-    *("codec", "block_size", "min_8bit_size", "state_bits", "param_rounding", "rounding_seed", "master_bits"),
-    *("max_grad_norm", "backend", "state_format"),
-)
+_ALSO_TORCH = ("amsgrad", "maximize", "decoupled_weight_decay", "capturable")
+_ONLY_FUSED8 = tuple(name for name in _DEFAULTS if name not in _ALSO_TORCH)
 
 
 class Converted(NamedTuple):
