@@ -237,6 +237,24 @@ def test_ranks_of_a_frozen_half_and_of_groups():
     assert ranks.state.largest == 50 * (3 * 100 + 8) + 4
 
 
+def test_seven_bytes_per_parameter_where_mixed_precision_takes_sixteen():
+    """BF16 weight 2, correction 1, moments 2, gradient 2; usually weight 2, FP32 copy 4, moments 8, gradient 2."""
+    model = torch.nn.Linear(4096, 512, bias=False, dtype=torch.bfloat16)
+    optimizer = step(model, master_bits=24)
+    measured, estimate = fused8.memory_report(optimizer), fused8.estimate_memory(model, master_bits=24)
+    scales_and_step = 2 * 4 / 256
+    assert (measured.weights + measured.gradients + measured.state) / measured.parameters == pytest.approx(
+        7 + scales_and_step, abs=1e-5
+    )
+    row = next(row for row in measured.tables()[0].rows if row[0] == "weights, gradients and state")
+    assert row[-1] == "7.031"
+    rows = {row[0]: row for row in estimate.tables()[1].rows}
+    assert rows["fused8"][-1] == "7.031"
+    assert rows["torch AdamW, FP32 state and master weights"][-1] == "16.000"
+    optimizer.zero_grad()
+    assert next(row for row in fused8.memory_report(optimizer).tables()[0].rows if "and state" in row[0])[-1] == "5.031"
+
+
 def test_master_bits_are_estimated_right():
     model = TinyGPT().bfloat16()
     optimizer = step(model, master_bits=32)

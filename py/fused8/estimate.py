@@ -81,9 +81,9 @@ class MemoryEstimate(Tabular):
             Table(f"{self.parameters:,} parameters{frozen}; {options}", ["", "bytes", "MiB"], rows),
             Table(
                 "Beside other optimizers (total: with weights and gradients)",
-                ["optimizer", "state bytes", "MiB", "bytes/parameter", "total MiB"],
+                ["optimizer", "state bytes", "MiB", "bytes/parameter", "total MiB", "total bytes/parameter"],
                 [
-                    [name, "does not have amsgrad", "", "", ""]
+                    [name, "does not have amsgrad", "", "", "", ""]
                     if size is None
                     else [
                         name,
@@ -91,6 +91,7 @@ class MemoryEstimate(Tabular):
                         mib(size),
                         per_parameter(size, self.parameters),
                         mib(size + self.weights + self.gradients),
+                        per_parameter(size + self.weights + self.gradients, self.parameters),
                     ]
                     for name, size in optimizers.items()
                 ],

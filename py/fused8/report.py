@@ -80,6 +80,7 @@ class MemoryReport(Tabular):
         around = {
             name: size for name, size in (("weights", self.weights), ("gradients", self.gradients)) if size is not None
         }
+        whole = {"weights, gradients and state": self.state + sum(around.values())} if around else {}
         without = sum(group.without_state for group in self.groups)
         note = f"; {without} parameters have no state (yet)" if without else ""
         if self.steps:
@@ -89,7 +90,7 @@ class MemoryReport(Tabular):
             Table(
                 f"{self.optimizer}, state of {self.parameters:,} parameters{note}",
                 header,
-                rows(self.by_name) + rows({"state": self.state}) + rows(around),
+                rows(self.by_name) + rows({"state": self.state}) + rows(around) + rows(whole),
             ),
             Table("State by dtype", header, rows(self.by_dtype)),
             Table(
