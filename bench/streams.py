@@ -151,6 +151,6 @@ def tiny_gpt(n: int, steps: int, length: int = 64) -> Iterator[Tensor]:
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(params, 1.0)
-        flat = torch.cat([p.grad.reshape(-1) for p in params])
+        flat = torch.cat([p.grad.reshape(-1) for p in params if p.grad is not None])
         yield flat[: pieces * 2048].view(-1, 2048)[picked].reshape(-1, COLUMNS).clone()
         optimizer.step()
