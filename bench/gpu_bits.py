@@ -223,6 +223,32 @@ def check_large(bench: Bench) -> None:
     bench.release()
 
 
+def check_division(bench: Bench) -> None:
+    """m / denom where the quick way is closest to a mistake: denom is one unit below a power of two, so that an
+    estimate of its reciprocal may be a power of two, from which Newton's method does not get away."""
+
+    def body() -> None:
+        just_below = float.fromhex("0x1.fffffep-1")
+        for power in (-40, -8, 0, 20):
+            # decay 0 and lr -1 leave m / (sqrt(v) + eps), and the root vanishes beside eps.
+            row = [1.0, 0.0, 1.0, 0.0, just_below * 2.0**power, -1.0, 1.0, 0.0, 0.0, 0, 0]
+            scalars = step_plan.scalar_table([row])
+            m = torch.cat([2.0 ** torch.arange(-60.0, 61.0), 1.0 + torch.arange(2048) * 2.0**-23])
+            results = []
+            for backend, device in [(bench.truth, torch.device("cpu")), *((b, bench.device) for b in bench.ours)]:
+                p, g, v = torch.zeros_like(m), torch.zeros_like(m), torch.full_like(m, 2.0**-100)
+                lists = [[tensor.to(device)] for tensor in (p, g, m, v)]
+                ops.adam_step(
+                    backend, *lists, [], [], [], [], [], scalars, torch.tensor([[0, 0, 0, len(m)]]), None, None,
+                    torch.zeros(1, dtype=torch.int64, device=device), "fp32", 256, True, False, False, cache={},
+                )  # fmt: skip
+                results.append(lists[0][0])
+            for result in results[1:]:
+                same_bits(result, results[0], f"m / {row[4]!r}")
+
+    bench.check("divisions by one unit less than a power of two", body)
+
+
 def check_graph(bench: Bench) -> None:
     """A captured step replays as eager steps do, also with a new lr, and after eager steps in between."""
 
@@ -378,6 +404,7 @@ def one_step() -> None:
 CHECKS = (
     check_parity,
     check_unaligned,
+    check_division,
     check_graph,
     check_streams,
     check_grad_scaler,

@@ -94,6 +94,27 @@ def test_beyond_the_largest(dtype):
     assert again[4].isnan()
 
 
+def test_random_bits_of_neighbours_are_independent():
+    """What neighbouring elements, rows, steps and seeds draw is not correlated: that of n independent uniform numbers has
+    the standard deviation 1 / sqrt(n). So has that of any one bit with the same bit, or the next lower one."""
+    n = 1 << 17
+    index = torch.arange(n)
+
+    def draw(offset=0, seed=0, step=1):
+        return formats.random_bits(index + offset, formats.rounding_key(seed, step)).numpy()
+
+    def correlation(a, b):
+        return abs(np.corrcoef(a.astype(np.float64), b.astype(np.float64))[0, 1])
+
+    others = [draw(1), draw(2), draw(256), draw(4096), draw(step=2), draw(step=3), draw(seed=1), draw(1, step=2)]
+    for other in others:
+        assert correlation(draw(), other) < 5 / n**0.5
+        for bit in (0, 7, 15, 16, 23, 31):
+            mine, theirs = (draw() >> bit) & 1, (other >> bit) & 1
+            assert correlation(mine, theirs) < 5 / n**0.5
+            assert correlation(mine, (other >> max(bit - 1, 0)) & 1) < 5 / n**0.5
+
+
 def test_random_bits_are_pinned_and_even():
     """lowbias32 of 0, 1, 2 computed by its published three lines in Python integers."""
 

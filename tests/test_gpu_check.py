@@ -30,6 +30,6 @@ def test_dry_run(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert not [check for check in found["checks"] if check["passed"] is False]
     passed = [check["name"] for check in found["checks"] if check["passed"]]
-    assert "offload" in passed and "unaligned tensors" in passed and len(passed) >= 15
+    assert "offload" in passed and any("divisions" in name for name in passed) and len(passed) >= 15
     assert all(speed["launches"] in (1, 2) for speed in found["speeds"]) and len(found["speeds"]) == 16
     assert "the times mean nothing" in done.stdout

@@ -388,10 +388,11 @@ def test_accumulating_gradients_in_backward_is_refused():
         fused8.step_in_backward(AdamW8bit(model.parameters(), max_grad_norm=1.0))
 
 
-def test_grad_scaler_overflow_skips_rounding_and_correction_too():
+@pytest.mark.parametrize("backend", ["cpp", "reference", "triton"])
+def test_grad_scaler_overflow_skips_rounding_and_correction_too(backend):
     for options in (dict(param_rounding="stochastic"), dict(master_bits=24)):
         (p,) = make_parameters([(16, 256)], torch.float16)
-        optimizer = AdamW8bit([p], lr=1e-2, **options)
+        optimizer = AdamW8bit([p], lr=1e-2, backend=backend, **options)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for step in range(1, 4):
             before = copy.deepcopy(optimizer.state_dict())
