@@ -95,7 +95,7 @@ def test_beyond_the_largest(dtype):
 
 
 def test_random_bits_of_neighbours_are_independent():
-    """What neighbouring elements, rows, steps and seeds draw is not correlated: that of n independent uniform numbers has
+    """What neighbouring elements, rows, steps and seeds draw is not correlated. Of n independent uniform numbers that has
     the standard deviation 1 / sqrt(n). So has that of any one bit with the same bit, or the next lower one."""
     n = 1 << 17
     index = torch.arange(n)
