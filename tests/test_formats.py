@@ -95,7 +95,7 @@ def test_beyond_the_largest(dtype):
 
 
 def test_random_bits_of_neighbours_are_independent():
-    """Drawn by neighbouring elements, rows, steps and seeds: their correlation is that of n independent uniform numbers,
+    """Drawn by neighbouring elements, rows, steps and seeds: the correlation is that of n independent uniform numbers,
     whose standard deviation is 1 / sqrt(n). So is that of any one bit with the same bit, or the next lower one."""
     n = 1 << 17
     index = torch.arange(n)

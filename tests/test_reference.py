@@ -72,7 +72,22 @@ def test_adaptive_step_equals_numpy():
         scalars = scalar_table([scalar_row(Hyperparameters(lr, 0.9, 0.999, 1e-8, 0.01, True), step)])
         lists = ([x] for x in ours)
         reference.adam_step(
-            params, [g], *lists, [], [], scalars, table, None, None, nonfinite, "adaptive", block, True, False
+            params,
+            [g],
+            *lists,
+            [],
+            [],
+            [],
+            scalars,
+            table,
+            None,
+            None,
+            nonfinite,
+            "adaptive",
+            block,
+            True,
+            False,
+            False,
         )
         for name, a, b in zip(["p", "exp_avg", "exp_avg_sq", "scale", "meta"], [p, *state], params + ours, strict=True):
             assert torch.equal(bits(torch.from_numpy(a)), bits(b)), f"{name} at step {step}"
@@ -127,8 +142,8 @@ def test_the_largest_gradients_that_count():
     nonfinite = torch.zeros(1, dtype=torch.int64)
     scalars = scalar_table([scalar_row(Hyperparameters(1.0, 0.0, 0.0, 0.0, 0.0, True), 1)])
     table = torch.tensor([[0, 0, 0, 64]])
-    lists = ([state[0]], [state[1]], [], [], [], [])
-    flags = ("fp32", 256, True, False)
+    lists = ([state[0]], [state[1]], [], [], [], [], [])
+    flags = ("fp32", 256, True, False, False)
     reference.adam_step(params, [g], *lists, scalars, table, None, None, nonfinite, *flags)
     assert params[0][0, :4].tolist() == [-1.0, 1.0, 0.0, 0.0]
     assert state[1].max() == 2.0**126 and int(nonfinite) == 2

@@ -19,6 +19,7 @@ from . import foreign, options, reference
 from . import state as state_of
 from .codecs import CODECS, FP32, Dynamic
 from .foreign import FUSED8
+from .options import shown
 from .sharding import is_dtensor, local, placed_like, rows_and_inner
 from .sources import MOMENTS, Source, require_readable
 
@@ -140,6 +141,8 @@ def encode(
     FP32 moments [rows, inner] when the codec is "fp32".
     """
     names = MOMENTS if amsgrad else MOMENTS[:2]
+    if amsgrad and len(source.read(0, 0, device)) < len(names):
+        raise ValueError(f"lacks {MOMENTS[2]}, which amsgrad needs")
     if codec_name == FP32:
         moments = {name: torch.empty(rows * inner, dtype=torch.float32, device=device) for name in names}
         for start, stop in _ranges(rows, inner):
@@ -219,7 +222,7 @@ def check_structure(state_dict: Any) -> None:
         raise TypeError(f"'state' must be a dict, not {type(state_dict['state']).__name__}")
     for key, value in state_dict["state"].items():
         if not isinstance(value, Mapping):
-            raise TypeError(f"the state of parameter {key!r} must be a dict, not {type(value).__name__}")
+            raise TypeError(f"the state of parameter {shown(key)} must be a dict, not {type(value).__name__}")
     groups = state_dict["param_groups"]
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
         raise TypeError("'param_groups' must be a list of dicts")
@@ -232,7 +235,7 @@ def check_structure(state_dict: Any) -> None:
             raise ValueError(f"param group {number} of the saved state has param_names that do not fit its params")
         for key in keys:
             if not isinstance(key, (int, str)):
-                raise TypeError(f"param group {number} of the saved state names a parameter {key!r}")
+                raise TypeError(f"param group {number} of the saved state names a parameter {shown(key)}")
             if key in seen:
                 raise ValueError(f"the saved state names parameter {key!r} twice")
             seen.add(key)
@@ -257,7 +260,7 @@ def check_group(group: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: lr must be a finite number >= 0, got {float(lr):g}")
     version = group["state_format"]
     if not isinstance(version, int) or version != state_of.STATE_FORMAT:
-        raise ValueError(f"{where} has format {version!r}, which this version cannot read")
+        raise ValueError(f"{where} has format {shown(version)}, which this version cannot read")
     options.check(group, where)
 
 
@@ -291,7 +294,10 @@ def to_fused8_state_dict(
     states = dict(state_dict["state"])
     for saved in _saved_parameters(state_dict, groups):
         p, group = saved.example, targets[saved.group]
-        converted = own_state(saved.source, p, group, local(p).device)
+        try:
+            converted = own_state(saved.source, p, group, local(p).device)
+        except ValueError as error:
+            raise ValueError(f"the saved state of parameter {shown(saved.key)} {error}") from None
         states[saved.key] = converted.tensors
         report.add(saved.source, foreign.in_words(state_of.codec_of_parameter(p, group), block_size), converted)
         if progress:

@@ -113,6 +113,8 @@ def json_of(path: Path, text: bytes) -> dict[str, Any]:
         content = json.loads(text)
     except ValueError as error:  # also covers what is no UTF-8
         raise ValueError(f"{path}: the JSON in it is damaged: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: the JSON in it is nested too deep") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: the JSON in it is no object")
     return content

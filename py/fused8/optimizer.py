@@ -37,6 +37,8 @@ class _Prepared(NamedTuple):
     fetched: list[offload.Fetched | None]
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    launched: list[Bucket]
+    """Those whose kernel has been called, and has not refused."""
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -305,19 +307,26 @@ class Adam8bit(torch.optim.Optimizer):
                 [(bucket.params, own) for bucket, own in zip(plan.buckets, grads, strict=True)]
             )
             self.last_grad_norm, grad_scale = gradients.clip(norm, grad_scale, max_grad_norm)
-        return _Prepared(plan, hyperparameters, grads, fetched, grad_scale, found_inf)
+        return _Prepared(plan, hyperparameters, grads, fetched, grad_scale, found_inf, launched=[])
 
     @torch.no_grad()
     def _execute(self, step: _Prepared) -> None:
         scalars = step.plan.scalars(step.hyperparameters)
-        for (bucket, rows, table), grads, fetched in zip(scalars, step.grads, step.fetched, strict=True):
-            if fetched is None:
-                self._run(bucket, grads, rows, table, step)
-        for (bucket, rows, table), fetched in zip(scalars, step.fetched, strict=True):
-            if fetched is not None:  # the CPU works while the devices do
-                self._run_offloaded(bucket, fetched, rows, table, step)
+        # A signal that comes during a launch is delivered when it returns: by then the step must have been counted.
         for counters in step.plan.counters:
             counters.advance(step.found_inf)
+        try:
+            for (bucket, rows, table), grads, fetched in zip(scalars, step.grads, step.fetched, strict=True):
+                if fetched is None:
+                    self._run(bucket, grads, rows, table, step)
+            for (bucket, rows, table), fetched in zip(scalars, step.fetched, strict=True):
+                if fetched is not None:  # the CPU works while the devices do
+                    self._run_offloaded(bucket, fetched, rows, table, step)
+        except BaseException:
+            for bucket in step.plan.buckets:
+                if bucket not in step.launched:
+                    bucket.counters.take_back(bucket.slots, step.found_inf)
+            raise
 
     def _run(self, bucket: Bucket, grads: list[Tensor], scalars: Tensor, table: Tensor, step: _Prepared) -> None:
         params = bucket.local_params()
@@ -357,23 +366,28 @@ class Adam8bit(torch.optim.Optimizer):
         device = key.device
         if device not in self._nonfinite:
             self._nonfinite[device] = torch.zeros(1, dtype=torch.int64, device=device)
-        ops.adam_step(
-            key.backend,
-            params,
-            grads,
-            *states,
-            scalars,
-            table,
-            None if step.grad_scale is None else step.grad_scale.to(device),
-            None if step.found_inf is None else step.found_inf.to(device),
-            self._nonfinite[device],
-            key.codec,
-            key.block_size,
-            key.decoupled_weight_decay,
-            key.maximize,
-            key.stochastic_rounding,
-            cache=cache,
-        )
+        step.launched.append(bucket)
+        try:
+            ops.adam_step(
+                key.backend,
+                params,
+                grads,
+                *states,
+                scalars,
+                table,
+                None if step.grad_scale is None else step.grad_scale.to(device),
+                None if step.found_inf is None else step.found_inf.to(device),
+                self._nonfinite[device],
+                key.codec,
+                key.block_size,
+                key.decoupled_weight_decay,
+                key.maximize,
+                key.stochastic_rounding,
+                cache=cache,
+            )
+        except Exception:
+            step.launched.remove(bucket)
+            raise
 
     def nonfinite_count(self) -> int:
         """How many gradient elements were not finite (or above 2^63) and counted as 0, since this object was made.

@@ -43,12 +43,21 @@ def describe_changes(number: int, before: tuple, now: tuple) -> str:
     return f"param group {number} has state and cannot change {', '.join(changes)}: make a new optimizer instead"
 
 
+def shown(value: Any) -> str:
+    """A value in a message: on one line, and not long."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an int of thousands of digits
+        return "a number that is too long to show"
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
 def check(group: Mapping[str, Any], where: str) -> None:
     """Raise ValueError or TypeError for an option that is out of range."""
 
     def require(good: bool, name: str, what: str) -> None:
         if not good:
-            raise ValueError(f"{where}: {name} must be {what}, got {group[name]!r}")
+            raise ValueError(f"{where}: {name} must be {what}, got {shown(group[name])}")
 
     lr = group["lr"]
     if isinstance(lr, Tensor):
@@ -93,7 +102,9 @@ def check(group: Mapping[str, Any], where: str) -> None:
 def _is_number(x: Any) -> bool:
     if isinstance(x, Tensor):
         return x.numel() == 1 and x.device.type == "cpu"
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
+    if isinstance(x, int):
+        return not isinstance(x, bool) and abs(x) < 2**1023  # beyond, a float cannot hold it
+    return isinstance(x, float)
 
 
 def hyperparameters(group: Mapping[str, Any], number: int) -> Hyperparameters:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .convert import check_structure
 from .files import load_file, optimizer_states, safetensors_header
 from .sizes import dtype_name, held_bytes, mib, per_parameter, pieces
 from .tables import Table, Tabular
@@ -184,12 +185,16 @@ def _safetensors_state(path: Path) -> dict[str, Any]:
         for stored in tensors:
             key, _, name = stored.name.removeprefix("state.").rpartition(".")
             state.setdefault(key, {})[name] = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise ValueError(f"{path} holds no optimizer state: `fused8 estimate` reads weights") from None
     return {"state": state, "param_groups": groups}
 
 
 def _report_of(content: Mapping[str, Any]) -> MemoryReport:
+    try:
+        check_structure(content)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
     groups, state = content["param_groups"], content["state"]
     owned = []
     keys: set[Any] = set()
@@ -290,8 +295,10 @@ def _measure(
 def _step_of(state: Any) -> int | None:
     step = state.get("step") if isinstance(state, Mapping) else None
     if isinstance(step, Tensor):
-        return int(step) if step.numel() == 1 and step.device.type == "cpu" else None
-    return step if isinstance(step, int) else None
+        if step.numel() != 1 or step.device.type != "cpu" or step.is_complex():
+            return None
+        step = step.item()
+    return int(step) if isinstance(step, (int, float)) and math.isfinite(step) else None
 
 
 def _tensors(state: Any, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -120,6 +120,9 @@ def require_readable(name: str, x: Tensor) -> None:
     """Raise ValueError for a tensor whose elements cannot be read one by one."""
     if x.layout is not torch.strided or x.is_nested or x.device.type == "meta":
         raise ValueError(f"has {name} that is no dense tensor with data")
+    # An expanded tensor can claim any size, and a copy of it takes that.
+    if type(x) is Tensor and x.untyped_storage().nbytes() < x.numel() * x.element_size():
+        raise ValueError(f"has {name} of {x.numel():,} elements, and the data of fewer")
 
 
 def require_names(saved: Mapping[str, Any], expected: Iterable[str], optional: Iterable[str] = ()) -> None:

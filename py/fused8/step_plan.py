@@ -217,10 +217,14 @@ class StepCounters:
         return table
 
     def advance(self, found_inf: Tensor | None) -> None:
-        if found_inf is None:
-            self.packed.add_(1)
-        else:
-            self.packed.add_(found_inf.to(self.packed.device).reshape(()) == 0)
+        self.packed.add_(self._increment(found_inf))
+
+    def take_back(self, slots: Sequence[int], found_inf: Tensor | None) -> None:
+        """Undo `advance` for some entries."""
+        self.packed[list(slots)] -= self._increment(found_inf)
+
+    def _increment(self, found_inf: Tensor | None) -> float | Tensor:
+        return 1.0 if found_inf is None else (found_inf.to(self.packed.device).reshape(()) == 0).float()
 
     def largest(self) -> float:
         """The largest count, where it can be known without waiting for a device; otherwise 0."""
