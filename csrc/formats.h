@@ -80,10 +80,11 @@ template <class Uint, class Float>
 FUSED8_HD Stored<Uint> encode(Format format, int32_t extra, bool stochastic, Float x, Uint random) {
   const auto magnitude = float_bits(x) & MAGNITUDE_MASK;
   const uint32_t half = (1u << extra) >> 1;
-  // With extra bits a number beyond the largest saturates: an infinite parameter could never come back.
-  const uint32_t last = extra != 0 ? (format.largest << extra) + half - 1 : format.overflow;
+  // An infinite parameter could never come back.
+  const bool saturates = extra != 0 || (stochastic && format.e0 > 1);
+  const uint32_t last = saturates ? (format.largest << extra) + (extra != 0 ? half - 1 : 0) : format.overflow;
   Uint code = smaller(round_to_code(format, extra, stochastic, magnitude, random), Uint{} + last);
-  if (extra != 0) code = magnitude >= INFINITY_BITS ? Uint{} + (uint32_t)(format.overflow << extra) : code;
+  if (saturates) code = magnitude >= INFINITY_BITS ? Uint{} + (uint32_t)(format.overflow << extra) : code;
   code = magnitude > INFINITY_BITS ? Uint{} + (uint32_t)(format.nan << extra) : code;
   const Uint sign = ((Uint)float_bits(x) >> (uint32_t)(32 - format.bits)) & (1u << (format.bits - 1));
   return {((code + half) >> (uint32_t)extra) | sign, code};

@@ -94,6 +94,14 @@ def test_beyond_the_largest(dtype):
     assert again[4].isnan()
 
 
+def test_stochastic_rounding_of_fp16_makes_no_infinity_of_a_number():
+    """Between 65504, the largest, and where rounding to nearest overflows there is no second neighbour."""
+    x = torch.tensor([65504.0, 65508.0, 65519.0, -65519.0, 1e6, float("inf")]).repeat_interleave(500)
+    draws = formats.random_bits(torch.arange(len(x)), formats.rounding_key(0, 1))
+    stored = formats.encode(x, torch.float16, random=draws)[0].float()
+    assert torch.equal(stored[:2500], x[:2500].clamp(-65504.0, 65504.0)) and bool(stored[2500:].isinf().all())
+
+
 def test_random_bits_of_neighbours_are_independent():
     """Drawn by neighbouring elements, rows, steps and seeds: the correlation is that of n independent uniform numbers,
     whose standard deviation is 1 / sqrt(n). So is that of any one bit with the same bit, or the next lower one."""

@@ -408,3 +408,280 @@ def test_grad_scaler_overflow_skips_rounding_and_correction_too(backend):
                 after = optimizer.state_dict()
                 assert all(torch.equal(t, after["state"][0][n]) for n, t in before["state"][0].items())
         assert optimizer.state[p]["step"] == 2
+
+
+# -- handles of step_in_backward --------------------------------------------------------------------------------------
+
+
+def small_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+
+def backward(model):
+    model(torch.ones(2, 8)).square().sum().backward()
+
+
+def test_gradients_that_no_hook_has_seen_are_stepped_by_step():
+    """Of a group that was added later, of a parameter that was frozen, and set by hand."""
+    model = small_model()
+    model[0].bias.requires_grad_(False)
+    optimizer = AdamW8bit(model[0].parameters(), lr=0.1)
+    fused8.step_in_backward(optimizer)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    model[0].bias.requires_grad_(True)
+    before = copy.deepcopy(model.state_dict())
+    backward(model)
+    assert model[0].weight.grad is None and model[1].weight.grad is not None
+    optimizer.step()
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model[0].weight.grad = torch.ones(8, 8)
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["step"] == 2
+
+
+def test_a_handle_does_not_outlive_its_optimizer():
+    """Making optimizer and handle anew, as in a notebook, leaves no old hooks that take the gradients."""
+    model = small_model()
+    first = AdamW8bit(model.parameters(), lr=0.1)
+    fused8.step_in_backward(first)
+    del first
+    second = AdamW8bit(model.parameters(), lr=0.1)
+    fused8.step_in_backward(second)
+    backward(model)
+    second.step()
+    assert all(second.state[p]["step"] == 1 for p in model.parameters())
+    third = AdamW8bit(model.parameters(), lr=0.1)  # while the second one lives
+    with pytest.raises(ValueError, match="another optimizer"):
+        fused8.step_in_backward(third)
+
+
+def test_removing_an_old_handle_leaves_a_newer_one_alone():
+    model = small_model()
+    optimizer = AdamW8bit(model.parameters())
+    old = fused8.step_in_backward(optimizer)
+    old.remove()
+    fused8.step_in_backward(optimizer)
+    old.remove()
+    for _ in range(2):
+        backward(model)
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+    assert all(optimizer.state[p]["step"] == 2 for p in model.parameters())
+
+
+def test_a_backward_that_did_not_end_is_forgotten_by_zero_grad():
+    model = small_model()
+    optimizer = AdamW8bit(model.parameters())
+    fused8.step_in_backward(optimizer)
+    hook = model[0].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        backward(model)
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+def test_grad_scaler_with_a_handle_is_an_error_that_can_be_left():
+    model = small_model()
+    optimizer = AdamW8bit(model.parameters())
+    handle = fused8.step_in_backward(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+    with pytest.raises((RuntimeError, AssertionError), match=r"remove\(\)|inf checks"):
+        scaler.step(optimizer)
+    handle.remove()
+    backward(model)
+    optimizer.step()
+
+
+def test_grad_scaler_where_nothing_has_a_gradient():
+    optimizer = AdamW8bit(small_model().parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    optimizer.found_inf = 0  # as GradScaler sets it then
+    optimizer.step()
+    assert not optimizer.state
+
+
+def test_a_limit_of_the_norm_that_comes_after_the_handle_is_refused():
+    model = small_model()
+    optimizer = AdamW8bit(model.parameters())
+    fused8.step_in_backward(optimizer)
+    optimizer.param_groups[0]["max_grad_norm"] = 1.0
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="max_grad_norm"):
+        backward(model)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_step_in_backward_looks_at_one_parameter_only(monkeypatch):
+    """Not at all of them for each: the work per parameter does not grow with their number."""
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(4)) for _ in range(300))
+    optimizer = AdamW8bit(model.parameters())
+    fused8.step_in_backward(optimizer)
+    sum((p * p).sum() for p in model).backward()
+    optimizer.step()
+    looked = 0
+    real = fused8.options.hyperparameters
+
+    def counting(group, number):
+        nonlocal looked
+        looked += 1
+        return real(group, number)
+
+    monkeypatch.setattr(fused8.options, "hyperparameters", counting)
+    monkeypatch.setattr(optimizer._planner, "_build", lambda *_: pytest.fail("a new plan"))
+    sum((p * p).sum() for p in model).backward()
+    assert looked == 300
+
+
+# -- what changes between steps, and what is loaded -------------------------------------------------------------------
+
+
+def test_a_parameter_that_changes_its_dtype_gets_another_plan():
+    p, q = (torch.nn.Parameter(torch.full((64, 256), 1.5).to(dtype)) for dtype in (torch.bfloat16, FP8[0]))
+    p.grad_dtype = q.grad_dtype = None
+    optimizers = [AdamW8bit([x], lr=1e-3, weight_decay=0.0) for x in (p, q)]
+    for step in range(100):
+        for x, optimizer in zip((p, q), optimizers, strict=True):
+            x.grad = torch.ones(64, 256, dtype=torch.bfloat16)
+            optimizer.step()
+        if step == 0:
+            p.data = p.data.to(FP8[0])
+    assert abs(p.float().mean() - q.float().mean()) < 0.01 and p.float().mean() < 1.45
+
+
+def test_extra_bits_survive_a_file_without_them():
+    """In either order: FP32 weights into weight and correction, the moments from torch's AdamW."""
+    source = torch.nn.Linear(256, 64)
+    theirs = torch.optim.AdamW(source.parameters())
+    source(torch.ones(4, 256)).sum().backward()
+    theirs.step()
+    for moments_first in (False, True):
+        model = torch.nn.Linear(256, 64, dtype=torch.bfloat16)
+        optimizer = AdamW8bit(model.parameters(), master_bits=32)
+        steps = [
+            lambda: optimizer.load_master_state_dict(model, source.state_dict()),  # noqa: B023
+            lambda: optimizer.load_state_dict(theirs.state_dict()),  # noqa: B023
+        ]
+        with pytest.warns(UserWarning, match="torch"):
+            for step in reversed(steps) if moments_first else steps:
+                step()
+        assert torch.equal(optimizer.master_state_dict(model)["weight"], source.weight)
+    optimizer.load_state_dict(AdamW8bit(model.parameters(), master_bits=32).state_dict())  # without any state
+    assert torch.equal(optimizer.master_state_dict(model)["weight"], source.weight)
+    set_gradients(model.parameters(), 1)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "correction", [torch.zeros(64, 256, dtype=torch.int8).to_sparse(), torch.zeros(64, 256, device="meta"), 3]
+)
+def test_corrections_that_cannot_be_read_are_refused_by_name(correction):
+    optimizer = AdamW8bit(make_parameters([(64, 256)], torch.bfloat16), master_bits=24)
+    advance(optimizer, 1, 1)
+    saved = optimizer.state_dict()
+    saved["state"][0]["param_correction"] = correction
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*param_correction"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_model_that_was_converted_after_its_first_step_says_what_to_do():
+    model = torch.nn.Linear(256, 64, dtype=torch.bfloat16)
+    optimizer = AdamW8bit(model.parameters(), master_bits=24)
+    advance(optimizer, 1, 1, torch.bfloat16)
+    model.float()
+    assert torch.equal(optimizer.master_state_dict(model)["weight"], model.weight)
+    set_gradients(model.parameters(), 2)
+    with pytest.raises(ValueError, match="master_state_dict"):
+        optimizer.step()
+
+
+def test_weights_beyond_the_dtype_are_refused():
+    layer = torch.nn.Linear(16, 16, bias=False)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(FP8[0]))
+    optimizer = AdamW8bit(layer.parameters())
+    with pytest.raises(ValueError, match="weight has values beyond 448"):
+        optimizer.load_master_state_dict(layer, {"weight": torch.full((16, 16), 500.0)})
+
+
+def test_fp8_parameters_have_their_state_made_by_torch_distributed():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    layer = torch.nn.Linear(256, 16, bias=False)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(FP8[0]))
+    layer.weight.grad_dtype = None
+    a, b = AdamW8bit(layer.parameters()), AdamW8bit(layer.parameters())
+    layer.weight.grad = torch.ones(16, 256)
+    a.step()
+    layer.weight.grad = None
+    saved = get_optimizer_state_dict(layer, a)
+    set_optimizer_state_dict(layer, b, saved)
+    assert_same_optimizers(a, b, "through torch.distributed.checkpoint.state_dict")
+    assert b.param_groups[0]["lr"] == 1e-3 and layer.weight.grad is None
+
+
+def test_options_that_run_off_are_refused_before_anything_changes():
+    for name, value in (("eps", -1.0), ("weight_decay", math.nan), ("betas", (0.9, 1.5)), ("rounding_seed", "x")):
+        optimizer = stepped(torch.float32, steps=1)
+        optimizer.param_groups[0][name] = value
+        set_gradients(parameters(optimizer), 2)
+        with pytest.raises(ValueError, match=name):
+            optimizer.step()
+        assert optimizer.state[parameters(optimizer)[0]]["step"] == 1
+    optimizer.param_groups[0].update(rounding_seed=0, max_grad_norm=0.0)
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        optimizer.step()
+
+
+def test_expanded_parameters_are_refused():
+    with pytest.raises(TypeError, match="share memory"):
+        AdamW8bit([torch.nn.Parameter(torch.zeros(1, 256).expand(64, 256))])
+
+
+def test_the_default_device_does_not_matter():
+    optimizer = stepped(torch.bfloat16, steps=1, shapes=((16, 256),))
+    with torch.device("meta"):
+        (p,) = parameters(optimizer)
+        p.grad = torch.ones(16, 256, device="cpu")
+        optimizer.step()
+        fresh = AdamW8bit([torch.nn.Parameter(torch.ones(16, 256, device="cpu"))], min_8bit_size=0)
+        parameters(fresh)[0].grad = torch.ones(16, 256, device="cpu")
+        fresh.step()
+    assert optimizer.state[p]["step"] == 2
+
+
+def test_a_pickle_of_an_older_version_takes_the_defaults_of_newer_options():
+    optimizer = stepped(torch.float32, steps=1)
+    state = optimizer.__getstate__()
+    for options in (state["defaults"], *state["param_groups"]):
+        for name in ("master_bits", "offload", "param_rounding", "rounding_seed", "max_grad_norm"):
+            options.pop(name)
+    again = AdamW8bit.__new__(AdamW8bit)
+    again.__setstate__(state)
+    set_gradients(parameters(again), 2)
+    again.step()
+
+
+def test_stepping_in_backward_under_ddp_is_refused_before_anything_changes():
+    """DDP averages gradients after they are complete: each rank would step with its own."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(small_model())
+        optimizer = AdamW8bit(model.parameters())
+        handle = fused8.step_in_backward(optimizer)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError, match="DistributedDataParallel.*fully_shard"):
+            backward(model)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        handle.remove()
+        optimizer.zero_grad()
+        del model
+    finally:
+        torch.distributed.destroy_process_group()

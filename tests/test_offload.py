@@ -40,7 +40,9 @@ class Late:
 
     def send(self, weight, to):
         self.up += weight.numel() * weight.element_size()
-        self.sent.append(lambda: to.copy_(weight))
+        # Here a device would write without the version counter, which the call of copy_ has moved.
+        torch.autograd.graph.increment_version([to])
+        self.sent.append(lambda: to.data.copy_(weight))
 
     def finish(self):
         with torch.no_grad():
@@ -91,13 +93,14 @@ def test_offloaded_steps_have_the_same_bits(dtype, options):
     assert ours.nonfinite_count() == truth.nonfinite_count() > 0
 
 
-def test_a_step_moves_each_gradient_down_and_each_weight_up_and_nothing_else():
+def test_a_step_moves_each_gradient_down_and_each_weight_up():
     ours, _ = pair(torch.bfloat16, master_bits=32)
     for step in (1, 2, 3):
         set_gradients(parameters(ours), step)
         ours.step()
     (device,) = devices
-    assert device.down == device.up == 3 * 2 * sum(p.numel() for p in parameters(ours))
+    weights = 2 * sum(p.numel() for p in parameters(ours))
+    assert device.down == 3 * weights + weights and device.up == 3 * weights  # the weights come down once, at first
 
 
 def test_other_strides_than_contiguous():

@@ -34,7 +34,7 @@ UNSIGNED_MIDPOINTS = tl.constexpr(3)
 def dynamic_tables() -> torch.Tensor:
     """float32 [4, 256]: the values of the signed and the unsigned map, and the midpoints of both."""
     midpoints = [[*mids, float("inf")] for mids in (Dynamic.SIGNED_MID, Dynamic.UNSIGNED_MID)]
-    return torch.tensor([Dynamic.SIGNED, Dynamic.UNSIGNED, *midpoints], dtype=torch.float32)
+    return torch.tensor([Dynamic.SIGNED, Dynamic.UNSIGNED, *midpoints], dtype=torch.float32, device="cpu")
 
 
 @triton.jit

@@ -82,8 +82,9 @@ def encode(x, random, DTYPE: tl.constexpr, EXTRA_BITS: tl.constexpr, STOCHASTIC:
     MANTISSA_BITS: tl.constexpr = _constant(DTYPE, "mantissa_bits") + EXTRA_BITS
     KEEP: tl.constexpr = 23 - MANTISSA_BITS  # how many bits a normal number loses
     HALF: tl.constexpr = (1 << EXTRA_BITS) >> 1
+    SATURATES: tl.constexpr = EXTRA_BITS > 0 or (STOCHASTIC and E0 > 1)
     # What is beyond the largest number takes this code.
-    LAST: tl.constexpr = (LARGEST << EXTRA_BITS) + HALF - 1 if EXTRA_BITS else _constant(DTYPE, "overflow")
+    LAST: tl.constexpr = (LARGEST << EXTRA_BITS) + (HALF - 1 if EXTRA_BITS else 0) if SATURATES else _constant(DTYPE, "overflow")
     SPECIAL: tl.constexpr = _constant(DTYPE, "overflow") << EXTRA_BITS
     NAN: tl.constexpr = _constant(DTYPE, "nan") << EXTRA_BITS
 
@@ -112,7 +113,7 @@ def encode(x, random, DTYPE: tl.constexpr, EXTRA_BITS: tl.constexpr, STOCHASTIC:
             octave = tl.minimum(tl.maximum(exponent - E0, 0), BEYOND).to(tl.uint32)
             code = (octave << MANTISSA_BITS) + _shift_right(mantissa, drop, random, STOCHASTIC, KEEP > 0)
         code = tl.minimum(code, LAST)
-        if EXTRA_BITS:  # without them LAST is right for infinity too
+        if SATURATES:  # otherwise LAST is right for infinity too
             code = tl.where(magnitude >= _INFINITY_BITS, SPECIAL, code)
         code = tl.where(magnitude > _INFINITY_BITS, NAN, code)
         stored = ((code + HALF) >> EXTRA_BITS) | ((bits >> (32 - SIZE)) & (1 << (SIZE - 1)))

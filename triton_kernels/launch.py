@@ -61,6 +61,10 @@ ALIGNMENT = 16  # bytes of a pointer and elements of a row that permit 128-bit a
 _MOST_BLOCKS = (1 << 31) - 1
 
 
+def _int64(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")  # whatever the default device is
+
+
 class BucketTables:
     """The table of tensors and the table of tiles of one bucket, on the CPU.
 
@@ -82,18 +86,18 @@ class BucketTables:
             inner.append(numel if flat else numel // max(p.shape[0], 1))
         block_size = WIDEST if codec == "fp32" else block_size
         widths = [min(block_size, max(NARROWEST.value, 1 << (n - 1).bit_length() if n else 1)) for n in inner]
-        self._rows, self._inner, self._width = (torch.tensor(x, dtype=torch.int64) for x in (rows, inner, widths))
+        self._rows, self._inner, self._width = (_int64(x) for x in (rows, inner, widths))
         blocks_per_row = (self._inner + block_size - 1) // block_size
         self._num_blocks = self._rows * blocks_per_row
         if bool((self._num_blocks > _MOST_BLOCKS).any()):
             raise ValueError("a tensor has more than 2^31 - 1 blocks")
-        self.tensors = torch.zeros(len(rows), TENSOR_COLUMNS.value, dtype=torch.int64)
+        self.tensors = torch.zeros(len(rows), TENSOR_COLUMNS.value, dtype=torch.int64, device="cpu")
         self.tensors[:, INNER.value] = self._inner
         self.tensors[:, BLOCKS_PER_ROW.value] = blocks_per_row.clamp(min=1)
         self.tensors[:, NUM_BLOCKS.value] = self._num_blocks
-        self._aligned = torch.zeros(len(rows), dtype=torch.bool)
+        self._aligned = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         self._watched: list[list[int]] | None = None
-        self.tiles = torch.empty(0, 2, dtype=torch.int32)
+        self.tiles = torch.empty(0, 2, dtype=torch.int32, device="cpu")
         self.present = 0
 
     def update(self, lists: Sequence[Sequence[Tensor]]) -> None:
@@ -120,7 +124,7 @@ class BucketTables:
 
     def _cut(self) -> None:
         """Fill `tiles`: per tensor its full tiles, then the others. `present` has a bit for each body."""
-        numel = torch.tensor(self._numel, dtype=torch.int64)
+        numel = _int64(self._numel)
         blocks_per_tile = self._tile // self._width
         whole_rows = self._inner == self.tensors[:, BLOCKS_PER_ROW.value] * self._width
         full_tiles = torch.where(self._aligned & (whole_rows | (self._rows == 1)), numel // self._tile, 0)
@@ -136,8 +140,8 @@ class BucketTables:
         flavours = torch.stack([torch.full_like(other_flavour, FULL.value), other_flavour], 1).flatten()
         body = log_width.repeat_interleave(2) * FLAVOURS.value + flavours
         self.present = sum(1 << b for b in set(body[counts > 0].tolist()))
-        run = torch.arange(len(counts)).repeat_interleave(counts)
-        tile_in_run = torch.arange(len(run)) - (counts.cumsum(0) - counts)[run]
+        run = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+        tile_in_run = torch.arange(len(run), device="cpu") - (counts.cumsum(0) - counts)[run]
         first_of_run = torch.stack([torch.zeros_like(full_tiles), full_tiles * blocks_per_tile], 1).flatten()
         blocks_of_tile = torch.stack([blocks_per_tile, blocks_per_other], 1).flatten()
         first_block = first_of_run[run] + tile_in_run * blocks_of_tile[run]

@@ -30,26 +30,8 @@ Progress = Callable[[int], None]
 """Called with the number of elements of each parameter that is done."""
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-_DEFAULTS: dict[str, Any] = {
-    "amsgrad": False,
-    "maximize": False,
-    "decoupled_weight_decay": True,
-    "capturable": False,
-    "codec": "adaptive",
-    "block_size": 256,
-    "min_8bit_size": 4096,
-    "state_bits": 8,
-    "param_rounding": None,
-    "rounding_seed": 0,
-    "master_bits": None,
-    "max_grad_norm": None,
-    "offload": None,
-    "backend": None,
-    "state_format": state_of.STATE_FORMAT,
-}
-# What stands in a group of fused8 and of no other optimizer.
 _ALSO_TORCH = ("amsgrad", "maximize", "decoupled_weight_decay", "capturable")
-_ONLY_FUSED8 = tuple(name for name in _DEFAULTS if name not in _ALSO_TORCH)
+_ONLY_FUSED8 = tuple(name for name in options.DEFAULTS if name not in _ALSO_TORCH)
 
 
 class Converted(NamedTuple):
@@ -126,7 +108,7 @@ def own_state(source: Source, p: Tensor, group: Mapping[str, Any], device: torch
     shape = local(p).shape
     codec_name = state_of.codec_of_parameter(p, group)
     converted = encode(source, *rows_and_inner(shape), codec_name, group["block_size"], device, group["amsgrad"])
-    state: dict[str, Any] = {"step": torch.tensor(float(source.step), dtype=torch.float32)}
+    state: dict[str, Any] = {"step": torch.tensor(float(source.step), dtype=torch.float32, device="cpu")}
     for name, tensor in converted.tensors.items():
         tensor = tensor if name.endswith("_scale") else tensor.view(shape)
         state[name] = placed_like(p, tensor, specs[name].shape)
@@ -243,7 +225,7 @@ def check_structure(state_dict: Any) -> None:
 
 def check_group(group: Mapping[str, Any], where: str) -> None:
     """Raise ValueError or TypeError for a saved param group, complete with defaults, that is out of range."""
-    for name in _DEFAULTS:
+    for name in options.DEFAULTS:
         if isinstance(group[name], Tensor):
             raise ValueError(f"{where}: {name} must not be a tensor")
     for name in _HYPERPARAMETERS:
@@ -363,7 +345,7 @@ def to_bitsandbytes_state_dict(
             )
         if group["amsgrad"]:
             report.lost["max_exp_avg_sq, since bitsandbytes has no amsgrad"] = None
-    maps = {"qmap1": torch.tensor(Dynamic.SIGNED), "qmap2": torch.tensor(Dynamic.UNSIGNED)}
+    maps = {"qmap1": torch.tensor(Dynamic.SIGNED, device="cpu"), "qmap2": torch.tensor(Dynamic.UNSIGNED, device="cpu")}
     block_size = foreign.BITSANDBYTES_BLOCKS[0]
     states = dict(state_dict["state"])
     for saved in _saved_parameters(state_dict, groups):
@@ -411,7 +393,7 @@ def _complete_groups(state_dict: Mapping[str, Any], report: Report) -> list[dict
     for number, saved in enumerate(state_dict["param_groups"]):
         if missing := [name for name in _HYPERPARAMETERS if name not in saved]:
             raise ValueError(f"param group {number} of the saved state lacks {', '.join(missing)}")
-        group = _DEFAULTS | foreign.adapted_group(saved, report.origin, {})
+        group = options.DEFAULTS | foreign.adapted_group(saved, report.origin, {})
         check_group(group, f"param group {number} of the saved state")
         groups.append(group)
     return groups
@@ -428,7 +410,7 @@ def _saved_parameters(state_dict: Mapping[str, Any], groups: list[dict[str, Any]
             if "param_correction" in state:
                 raise ValueError(
                     f"the saved state of {name} has extra mantissa bits (master_bits), which a converted file cannot "
-                    "carry: load it into an optimizer of fused8"
+                    "carry: load it into an optimizer of fused8, whose master_state_dict has the weights in FP32"
                 )
             try:
                 example = foreign.example(state)

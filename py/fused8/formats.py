@@ -93,7 +93,8 @@ def encode(x: Tensor, dtype: torch.dtype, extra: int = 0, random: Tensor | None 
     """FP32 -> the parameter in its dtype and, with `extra` bits (8 or 16), its correction.
 
     Rounds to nearest, ties to even, or with `random` (32 bits each, int64) up with the probability of the part that is
-    cut off. NaN stays NaN, infinity and what is beyond the largest number become the format's overflow.
+    cut off. NaN stays NaN, infinity and what is beyond the largest number become the format's overflow; but the largest
+    itself where there are extra bits, and in FP16 rounded stochastically, whose infinity is no neighbour of a number.
     """
     f = FORMATS[dtype]
     bits = x.contiguous().view(torch.int32).to(torch.int64) & _MASK32
@@ -112,8 +113,8 @@ def encode(x: Tensor, dtype: torch.dtype, extra: int = 0, random: Tensor | None 
     upper = (code + half) >> extra
     beyond = upper > f.largest
     special = torch.where(magnitude > 0x7F800000, f.nan, f.overflow)
-    # With extra bits a number beyond the largest saturates: an infinite parameter could never come back.
-    saturated = f.largest if extra else special
+    saturates = extra or (random is not None and f.e0 > 1)  # an infinite parameter could never come back
+    saturated = f.largest if saturates else special
     upper = torch.where(magnitude >= 0x7F800000, special, torch.where(beyond, saturated, upper))
     size = dtype.itemsize * 8
     stored = (upper | (negative << (size - 1))) & ((1 << size) - 1)
@@ -131,7 +132,7 @@ def _to_int16(x: Tensor) -> Tensor:
 
 def decode(parameter: Tensor, correction: Tensor | None = None) -> Tensor:
     """The parameter with its correction -> FP32, exactly."""
-    if correction is None:
+    if correction is None or parameter.dtype == torch.float32:
         return parameter.float()
     f = FORMATS[parameter.dtype]
     extra = correction.dtype.itemsize * 8

@@ -11,6 +11,8 @@ from torch import Tensor
 from . import convert, foreign, options
 from . import state as state_of
 from .foreign import FUSED8
+from .sharding import local
+from .sources import require_readable
 
 CORRECTION = "param_correction"
 
@@ -58,12 +60,16 @@ class Load:
             convert.check_group(as_saved, where)
             result["param_groups"].append(merged)
             for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
+                existing = optimizer.state.get(p, {}).get(CORRECTION)
                 if own := state_dict["state"].get(key):
                     try:
-                        result["state"][key] = self._state(own, p, merged, as_saved)
+                        result["state"][key] = self._state(own, p, merged, as_saved, existing)
                     except ValueError as error:
                         name = options.parameter_name(group, number, i)
                         raise ValueError(f"the saved state of {name} {error}. Nothing was loaded") from None
+                elif existing is not None and state_of.correction_bits(p.dtype, merged):  # the weight has it still
+                    fresh = state_of.allocate(p, merged) | {CORRECTION: existing.clone()}
+                    result["state"][key] = {name: Box(tensor) for name, tensor in fresh.items()}
             self._note_options(group, saved, merged)
         return result
 
@@ -78,7 +84,12 @@ class Load:
         return {**missing, **adapted, **{name: group[name] for name in options.OWN_OPTIONS}}
 
     def _state(
-        self, saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any], as_saved: Mapping[str, Any]
+        self,
+        saved: Mapping[str, Any],
+        p: Tensor,
+        group: Mapping[str, Any],
+        as_saved: Mapping[str, Any],
+        existing: Tensor | None,
     ) -> dict[str, Box]:
         saved, correction = dict(saved), None
         if CORRECTION in saved:
@@ -89,8 +100,9 @@ class Load:
         own = converted.tensors
         spec = state_of.specs_of_parameter(p, group).get(CORRECTION)
         if spec is not None:
-            own[CORRECTION] = _checked_correction(correction, p, spec).to(state_of.device_of(p, group))
-        elif correction is not None:
+            kept = existing if correction is None else correction
+            own[CORRECTION] = _checked_correction(kept, p, spec).to(state_of.device_of(p, group))
+        elif correction is not None and p.dtype != torch.float32:
             self.report.lost["the extra mantissa bits of parameters, since the optimizer has no master_bits"] = None
         if group["capturable"]:
             own["step"] = own["step"].to(p.device)
@@ -120,7 +132,12 @@ def _checked_correction(correction: Any, p: Tensor, spec: state_of.TensorSpec) -
     """The saved extra mantissa bits of a parameter, copied; none were saved: the parameter is exact as it is."""
     if correction is None:
         return torch.zeros_like(p, dtype=spec.dtype, memory_format=torch.contiguous_format)
+    if isinstance(correction, Tensor):
+        require_readable(CORRECTION, local(correction))
     if not isinstance(correction, Tensor) or correction.dtype != spec.dtype or tuple(correction.shape) != spec.shape:
         found = f"{correction.dtype}, {tuple(correction.shape)}" if isinstance(correction, Tensor) else type(correction)
-        raise ValueError(f"has {CORRECTION} of {found}, expected {spec.dtype}, {spec.shape}")
+        raise ValueError(
+            f"has {CORRECTION} of {found}, expected {spec.dtype}, {spec.shape}: it belongs to a parameter of another "
+            "dtype, or to other master_bits (int8 are 8 bits more than the parameter has, int16 are 16)"
+        )
     return correction.detach().to(p.device, copy=True).contiguous()

@@ -22,8 +22,9 @@ PIECE_BYTES = 1 << 25  # of gradients that the CPU steps in one call, while thos
 class Transfer(Protocol):
     """Copies between one device and the host. All but `wait` return at once."""
 
-    def fetch(self, grad: Tensor, to: Tensor) -> Callable[[], None]:
-        """Begin to copy a gradient, as it will be when the device has done what it was given. The result waits."""
+    def fetch(self, source: Tensor, to: Tensor) -> Callable[[], None]:
+        """Begin to copy a gradient (or, once, a weight) to the host, as it will be when the device has done what it was
+        given. The result waits for the copy."""
 
     def send(self, weight: Tensor, to: Tensor) -> None:
         """Begin to copy a weight to the device, after all copies that were begun before."""
@@ -39,11 +40,11 @@ class CudaTransfer:
         self._stream = torch.cuda.Stream(device)
         self._device = device
 
-    def fetch(self, grad: Tensor, to: Tensor) -> Callable[[], None]:
+    def fetch(self, source: Tensor, to: Tensor) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            to.copy_(grad, non_blocking=True)
-            grad.record_stream(self._stream)
+            to.copy_(source, non_blocking=True)
+            source.record_stream(self._stream)
             return self._stream.record_event().synchronize
 
     def send(self, weight: Tensor, to: Tensor) -> None:
@@ -60,8 +61,8 @@ class HostTransfer:
     def __init__(self, device: torch.device) -> None:
         pass
 
-    def fetch(self, grad: Tensor, to: Tensor) -> Callable[[], None]:
-        to.copy_(grad)
+    def fetch(self, source: Tensor, to: Tensor) -> Callable[[], None]:
+        to.copy_(source)
         return lambda: None
 
     def send(self, weight: Tensor, to: Tensor) -> None:
@@ -92,15 +93,14 @@ class HostCopy:
     def __init__(self, p: Tensor) -> None:
         self.weight = _empty(p.shape, p.dtype, p.device)
         self._grad: Tensor | None = None
-        self._version: int | None = None
+        self._known: tuple[int, int] | None = None
 
-    def refresh(self, p: Tensor) -> None:
-        """Take the weight from the device if anybody but the optimizer has written it."""
-        if self._version != p._version:
-            self.weight.copy_(p)
+    def is_stale(self, p: Tensor) -> bool:
+        """Whether anybody but the optimizer has written or replaced the weight on the device."""
+        return self._known != (p._version, p.data_ptr())
 
     def is_sent(self, p: Tensor) -> None:
-        self._version = p._version
+        self._known = (p._version, p.data_ptr())
 
     def grad_buffer(self, grad: Tensor) -> Tensor:
         if self._grad is None or self._grad.dtype != grad.dtype:
@@ -115,12 +115,14 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 class Fetched:
     """Gradients of some parameters of one device, on their way to the host."""
 
-    def __init__(self, params: Sequence[Tensor], hosts: Sequence[HostCopy], transfer: Transfer) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], hosts: Sequence[HostCopy], transfer: Transfer
+    ) -> None:
         self.params, self.hosts, self.transfer = params, hosts, transfer
-        self.grads = [host.grad_buffer(p.grad) for p, host in zip(params, hosts, strict=True)]  # type: ignore[arg-type]
-        self.waits = [
-            transfer.fetch(p.grad, grad)  # type: ignore[arg-type]
-            for p, grad in zip(params, self.grads, strict=True)
+        self.grads = [host.grad_buffer(grad) for grad, host in zip(grads, hosts, strict=True)]
+        self.waits = [transfer.fetch(grad, to) for grad, to in zip(grads, self.grads, strict=True)]
+        self.stale = [
+            transfer.fetch(p.detach(), host.weight) for p, host in zip(params, hosts, strict=True) if host.is_stale(p)
         ]
 
     def pieces(self) -> Iterator[slice]:
@@ -133,8 +135,8 @@ class Fetched:
 
     def step(self, run: Callable[[slice, list[Tensor], list[Tensor]], Any]) -> None:
         """Call `run` with the weights and gradients of each piece as soon as they are there; send what it leaves."""
-        for p, host in zip(self.params, self.hosts, strict=True):
-            host.refresh(p)
+        for wait in self.stale:
+            wait()
         for piece in self.pieces():
             for wait in self.waits[piece]:
                 wait()
@@ -154,7 +156,7 @@ class Offload:
         self._hosts: dict[Tensor, HostCopy] = {}
         self._transfers: dict[torch.device, Transfer] = {}
 
-    def fetch(self, params: Sequence[Tensor]) -> Fetched:
+    def fetch(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Fetched:
         """Begin to bring the gradients of parameters of one device to the host."""
         device = params[0].device
         if device not in self._transfers:
@@ -165,7 +167,7 @@ class Offload:
             if host is None or host.weight.shape != p.shape or host.weight.dtype != p.dtype:
                 host = self._hosts[p] = HostCopy(p)
             hosts.append(host)
-        return Fetched(params, hosts, self._transfers[device])
+        return Fetched(params, grads, hosts, self._transfers[device])
 
     def finish(self) -> None:
         for transfer in self._transfers.values():

@@ -32,7 +32,8 @@ class _Prepared(NamedTuple):
     """A step that has been checked and planned. Lists run parallel to the plan's buckets."""
 
     plan: StepPlan
-    hyperparameters: list[Hyperparameters]
+    hyperparameters: dict[int, Hyperparameters]
+    """By group number."""
     grads: list[list[Tensor]]
     fetched: list[offload.Fetched | None]
     grad_scale: Tensor | None
@@ -69,13 +70,14 @@ class Adam8bit(torch.optim.Optimizer):
         param_rounding: how the new value of a parameter that is not FP32 is rounded to its dtype: "nearest", or
             "stochastic", which is unbiased, so that small updates add up. None: stochastic for FP8 parameters without
             `master_bits`, nearest for all others. Reproducible: the random bits are a hash of (`rounding_seed`, step,
-            element), the same on every backend and at any world size.
+            element), the same on every backend and at any world size, and for elements of the same index in several
+            parameters (a `rounding_seed` for each param group makes them differ).
         rounding_seed: see above.
         master_bits: keep parameters that are not FP32 as if they had so many bits: 24 or 32 for BF16 and FP16, 16 or 24
             for FP8. The bits that the dtype lacks are kept in the state as `param_correction` (int8 or int16).
         max_grad_norm: clip the gradients of all groups together to this Euclidean norm, as
             torch.nn.utils.clip_grad_norm_ would before the step, without writing them. The norm is then in
-            `last_grad_norm`.
+            `last_grad_norm`. If it is not finite, all gradients of the step count as 0.
         offload: "cpu" keeps the state (with `master_bits` the correction too) of parameters on an accelerator in CPU
             memory and makes the step there: each gradient is copied down and each new weight up, nothing else. With
             `step_in_backward` all of that goes on during backward. The host also holds a copy of the weights; a weight
@@ -171,10 +173,12 @@ class Adam8bit(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults = options.DEFAULTS | self.defaults  # a pickle of an older version lacks some
         self.__dict__.setdefault("_nonfinite", {})
         self.__dict__.setdefault("_in_backward", None)
         self.__dict__.setdefault("_offload", Offload())
@@ -188,6 +192,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state and the param groups, as torch.optim has them: plain tensors and numbers."""
+        self._settle()
         result = super().state_dict()
         # Step counters are views of one packed tensor; a file should hold each by itself.
         result["state"] = {
@@ -204,14 +209,17 @@ class Adam8bit(torch.optim.Optimizer):
         `state_bits`; of torch.optim.Adam and AdamW; of bitsandbytes' Adam, Adam8bit, AdamW8bit; of torchao's 8-bit,
         4-bit and FP8 Adam and AdamW; of FlashOptim's Adam and AdamW.
 
-        Saved options of a group win over the optimizer's, except codec, block_size, min_8bit_size, state_bits and
-        backend, which stay its own; options that are missing take the defaults, and with a file of another library the
-        group's own. So a file that does not say whether its weight decay was decoupled changes nothing about that.
+        Saved options of a group win over the optimizer's, except codec, block_size, min_8bit_size, state_bits,
+        master_bits, offload, max_grad_norm and backend, which stay its own; options that are missing take the defaults,
+        and with a file of another library the group's own. So a file that does not say whether its weight decay was
+        decoupled changes nothing about that. Extra bits of weights (`master_bits`) that the file does not have stay as
+        they are: `load_master_state_dict` may come before or after.
 
         Raises:
             ValueError, TypeError: the groups, the shapes, dtypes or values do not fit, or the format is not known.
                 Nothing is changed then.
         """
+        self._settle()
         convert.check_structure(state_dict)
         load = loading.Load()
         # torch would cast integer codes and scales to the parameter's dtype: they pass through it in boxes.
@@ -234,6 +242,9 @@ class Adam8bit(torch.optim.Optimizer):
         Args:
             device: where the tensors go; None keeps them where they are. In FP32 the state is four times as large:
                 "cpu" keeps it off the accelerator.
+
+        Raises:
+            ValueError: the state holds extra bits of weights (`master_bits`), which torch.optim has no place for.
         """
         return convert.to_torch_state_dict(self.state_dict(), device=device)
 
@@ -243,6 +254,7 @@ class Adam8bit(torch.optim.Optimizer):
         With `master_bits` that is the parameter and its `param_correction` together: all the bits that the optimizer
         works with. Without, it is the parameter itself. Buffers and other parameters stay as they are.
         """
+        self._settle()
         return master_weights.state_dict(self, model)
 
     def load_master_state_dict(self, model: torch.nn.Module, state_dict: Mapping[str, Any]) -> None:
@@ -251,8 +263,10 @@ class Adam8bit(torch.optim.Optimizer):
         `model.load_state_dict` alone would round the weights and leave the old `param_correction` beside them.
 
         Raises:
-            ValueError, TypeError: names, shapes or dtypes do not fit. Nothing is changed then.
+            ValueError, TypeError: names, shapes or dtypes do not fit, or a weight is beyond the largest number of its
+                dtype. Nothing is changed then.
         """
+        self._settle()
         master_weights.load_state_dict(self, model, state_dict)
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -271,11 +285,24 @@ class Adam8bit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._in_backward is not None:
-            self._in_backward.finish_step()
+            self._in_backward.finish_step(self)
         else:
             # GradScaler sets these two for the duration of the call, as on torch's fused optimizers.
-            self._step(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+            # Without any gradient found_inf is the number 0.
+            found_inf = getattr(self, "found_inf", None)
+            self._step(getattr(self, "grad_scale", None), found_inf if isinstance(found_inf, Tensor) else None)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim. With `step_in_backward` it also forgets a backward that did not end."""
+        if self._in_backward is not None:
+            self._in_backward.forget()
+        super().zero_grad(set_to_none)
+
+    def _settle(self) -> None:
+        """Wait for steps that a thread still makes."""
+        if self._in_backward is not None:
+            self._in_backward.join()
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -294,13 +321,20 @@ class Adam8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def _prepare(self, grad_scale: Tensor | None, found_inf: Tensor | None, only: Tensor | None) -> _Prepared:
         """Check and plan a step; nothing changes yet, but that gradients of offloaded parameters set out."""
-        hyperparameters = [options.hyperparameters(group, i) for i, group in enumerate(self.param_groups)]
-        max_grad_norm = options.max_grad_norm(self.param_groups)
+        if only is None:
+            hyperparameters = {i: options.hyperparameters(group, i) for i, group in enumerate(self.param_groups)}
+            max_grad_norm = options.max_grad_norm(self.param_groups)
+        else:
+            number = self._planner.place(only)[0]
+            hyperparameters = {number: options.hyperparameters(self.param_groups[number], number)}
+            max_grad_norm = None
+            if self.param_groups[number]["max_grad_norm"] is not None:
+                raise RuntimeError("max_grad_norm cannot clip in backward, where the norm is not known: remove() first")
         plan = self._planner.plan(found_inf is not None, only)
         grads = [bucket.local_grads() for bucket in plan.buckets]
         fetched = [
-            self._offload.fetch(bucket.params) if bucket.key.offload_from is not None else None
-            for bucket in plan.buckets
+            self._offload.fetch(bucket.params, own) if bucket.key.offload_from is not None else None
+            for bucket, own in zip(plan.buckets, grads, strict=True)
         ]
         if max_grad_norm is not None:
             norm = gradients.global_norm(

@@ -11,8 +11,27 @@ from torch import Tensor
 
 from . import backends
 from .codecs import CODECS
-from .state import BLOCK_SIZES
+from .state import BLOCK_SIZES, STATE_FORMAT
 from .step_plan import Hyperparameters
+
+# The defaults of the optimizers but for the numbers of Adam, which a file of another library has too.
+DEFAULTS: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "decoupled_weight_decay": True,
+    "capturable": False,
+    "codec": "adaptive",
+    "block_size": 256,
+    "min_8bit_size": 4096,
+    "state_bits": 8,
+    "param_rounding": None,
+    "rounding_seed": 0,
+    "master_bits": None,
+    "max_grad_norm": None,
+    "offload": None,
+    "backend": None,
+    "state_format": STATE_FORMAT,
+}
 
 # Options that decide what a state tensor means: fixed once a group has state.
 FROZEN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "amsgrad", "master_bits", "offload")
@@ -84,12 +103,13 @@ def check(group: Mapping[str, Any], where: str) -> None:
     require(isinstance(min_8bit_size, int) and min_8bit_size >= 0, "min_8bit_size", "an integer >= 0")
     state_bits, backend = group["state_bits"], group["backend"]
     require(isinstance(state_bits, int) and state_bits in (8, 32), "state_bits", "8 or 32")
-    require(group["param_rounding"] in (None, "nearest", "stochastic"), "param_rounding", "nearest or stochastic")
+    require(group["param_rounding"] in (None, "nearest", "stochastic"), "param_rounding", "None, nearest or stochastic")
     seed = group["rounding_seed"]
     require(isinstance(seed, int) and not isinstance(seed, bool), "rounding_seed", "an integer")
     require(group["master_bits"] in (None, 16, 24, 32), "master_bits", "None, 16, 24 or 32")
     limit = group["max_grad_norm"]
-    require(limit is None or (_is_number(limit) and 0 < limit < math.inf), "max_grad_norm", "None or a number > 0")
+    valid = limit is None or (_is_number(limit) and not isinstance(limit, Tensor) and 0 < limit < math.inf)
+    require(valid, "max_grad_norm", "None or a number > 0")
     require(group["offload"] in (None, "cpu"), "offload", "None or cpu")
     require(group["offload"] is None or not group["capturable"], "offload", "None with capturable=True")
     require(
@@ -108,21 +128,23 @@ def _is_number(x: Any) -> bool:
 
 
 def hyperparameters(group: Mapping[str, Any], number: int) -> Hyperparameters:
+    """The numbers of a group as they are now. Schedules, and whoever else writes into groups, may have run off."""
     lr = group["lr"]
     if not isinstance(lr, Tensor) or lr.device.type == "cpu":
         lr = float(lr)
         if not 0 <= lr < math.inf:
             raise ValueError(f"param group {number}: lr must be a finite number >= 0, got {lr!r}")
-    beta1, beta2 = group["betas"]
-    return Hyperparameters(
-        lr,
-        float(beta1),
-        float(beta2),
-        float(group["eps"]),
-        float(group["weight_decay"]),
-        group["decoupled_weight_decay"],
-        group["rounding_seed"],
-    )
+    beta1, beta2 = map(float, group["betas"])
+    eps, weight_decay, seed = float(group["eps"]), float(group["weight_decay"]), group["rounding_seed"]
+    if not (
+        0 <= beta1 < 1
+        and 0 <= beta2 < 1
+        and 0 <= eps < math.inf
+        and 0 <= weight_decay < math.inf
+        and isinstance(seed, int)
+    ):
+        check(group, f"param group {number}")
+    return Hyperparameters(lr, beta1, beta2, eps, weight_decay, group["decoupled_weight_decay"], seed)
 
 
 def rounds_stochastically(dtype: torch.dtype, group: Mapping[str, Any]) -> bool:
@@ -138,4 +160,7 @@ def max_grad_norm(groups: Sequence[Mapping[str, Any]]) -> float | None:
     limits = {group["max_grad_norm"] for group in groups}
     if len(limits) > 1:
         raise ValueError(f"max_grad_norm is one number for all param groups, got {sorted(map(str, limits))}")
-    return limits.pop() if limits else None
+    limit = limits.pop() if limits else None
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"max_grad_norm must be None or a number > 0, got {shown(limit)}")
+    return limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,12 +24,19 @@ class Planner:
     """Plans the steps of one optimizer, of all its parameters or of a single one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._reference = weakref.ref(optimizer)  # which owns this: its state should go with it, not with a cycle
         self._plans: dict[Tensor | None, tuple[list[tuple], StepPlan]] = {}
+        self._places: dict[Tensor, tuple[int, int]] = {}  # of parameters: group number, position in it
         self._frozen: dict[int, tuple] = {}
         for number, group in enumerate(optimizer.param_groups):
             if any(optimizer.state.get(p) for p in group["params"]):
                 self._frozen[number] = options.select(group, options.FROZEN_OPTIONS)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
 
     def plan(self, count_on_device: bool, only: Tensor | None = None) -> StepPlan:
         """The plan of the next step, of the one parameter `only` if it is given.
@@ -38,7 +46,7 @@ class Planner:
         Raises:
             TypeError, ValueError, RuntimeError: before any state is changed.
         """
-        current_options = [options.select(group, options.PLAN_OPTIONS) for group in self._optimizer.param_groups]
+        current_options = [options.select(group, options.PLAN_OPTIONS) for group in self._groups(only)]
         known_options, plan = self._plans.get(only, (None, None))
         if plan is None or current_options != known_options or not self._holds(plan, count_on_device, only):
             plan = self._build(count_on_device, only)
@@ -50,10 +58,28 @@ class Planner:
 
     def _participants(self, only: Tensor | None) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """Group number, position, parameter and gradient of each parameter that has a gradient."""
+        if only is not None:
+            if only.grad is not None:
+                yield *self.place(only), only, only.grad
+            return
         for number, group in enumerate(self._optimizer.param_groups):
             for i, p in enumerate(group["params"]):
-                if p.grad is not None and (only is None or p is only):
+                if p.grad is not None:
                     yield number, i, p, p.grad
+
+    def place(self, p: Tensor) -> tuple[int, int]:
+        """The group number of a parameter, and its position in the group."""
+        groups = self._optimizer.param_groups
+        number, i = self._places.get(p, (0, -1))
+        if number >= len(groups) or not 0 <= i < len(groups[number]["params"]) or groups[number]["params"][i] is not p:
+            self._places = {p: (n, i) for n, group in enumerate(groups) for i, p in enumerate(group["params"])}
+            number, i = self._places[p]
+        return number, i
+
+    def _groups(self, only: Tensor | None) -> list[dict[str, Any]]:
+        """The groups of all parameters, or of the one parameter."""
+        groups = self._optimizer.param_groups
+        return groups if only is None else [groups[self.place(only)[0]]]
 
     def _holds(self, plan: StepPlan, count_on_device: bool, only: Tensor | None) -> bool:
         if count_on_device and any(counters.packed.device.type == "cpu" for counters in plan.counters):
@@ -72,7 +98,8 @@ class Planner:
         """Check everything, then allocate the state that is missing."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         for number, group in enumerate(groups):
-            options.check(group, f"param group {number}")
+            if only is None or number == self.place(only)[0]:
+                options.check(group, f"param group {number}")
         entries: list[Entry] = []
         keys: list[BucketKey] = []
         frozen = dict(self._frozen)
@@ -84,7 +111,7 @@ class Planner:
             group = groups[number]
             name = options.parameter_name(group, number, i)
             check_param(p, group, name)
-            _check_grad(grad, name)
+            _check_grad(grad, p, name)
             current = options.select(group, options.FROZEN_OPTIONS)
             if frozen.setdefault(number, current) != current:
                 raise ValueError(options.describe_changes(number, frozen[number], current))
@@ -99,7 +126,7 @@ class Planner:
                 group["backend"],
                 device,
                 p.dtype,
-                grad.dtype,
+                entry.grad_dtype,
                 state_of.codec_of_parameter(p, group),
                 group["block_size"],
                 group["decoupled_weight_decay"],
@@ -126,9 +153,14 @@ class Planner:
 
 def _checked_state(own: dict[str, Any], p: Tensor, group: dict[str, Any], name: str) -> dict[str, Any]:
     if message := state_of.structural_error(own, p, group):
+        if "param_correction" in message or "dtype" in message:
+            message += (
+                ". If the model was converted to another dtype after the first step: take optimizer.master_state_dict "
+                "before that, and make a new optimizer after it"
+            )
         raise ValueError(f"the state of {name} {message}")
     if not isinstance(own["step"], Tensor):
-        own = own | {"step": torch.tensor(float(own["step"]))}
+        own = own | {"step": torch.tensor(float(own["step"]), device="cpu")}
     if own["step"].device.type == "cpu" and float(own["step"]) >= state_of.MAX_STEP:
         raise RuntimeError(_STEP_LIMIT)
     device = state_of.device_of(p, group)
@@ -150,6 +182,8 @@ def check_param(p: Tensor, group: dict[str, Any], name: str) -> None:
         )
     if p.layout is not torch.strided:
         raise TypeError(f"{name} has layout {p.layout}: fused8 updates dense parameters")
+    if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+        raise TypeError(f"{name} is an expanded tensor, whose elements share memory: make it contiguous()")
     if message := sharding.refusal(p) or (group["offload"] and offload.refusal(p)):
         raise TypeError(f"{name} {message}")
     if group["master_bits"] is not None and p.dtype != torch.float32:
@@ -162,11 +196,11 @@ def check_param(p: Tensor, group: dict[str, Any], name: str) -> None:
             )
 
 
-def _check_grad(grad: Tensor, name: str) -> None:
+def _check_grad(grad: Tensor, p: Tensor, name: str) -> None:
     if grad.layout is not torch.strided:
         raise TypeError(
             f"the gradient of {name} is sparse ({grad.layout}): fused8 takes dense gradients. Use sparse=False in the "
             "embedding, or torch.optim.SparseAdam for this parameter"
         )
-    if grad.dtype not in GRAD_DTYPES:
+    if grad.dtype not in GRAD_DTYPES and grad.dtype != p.dtype:
         raise TypeError(f"the gradient of {name} has dtype {grad.dtype}: fused8 takes float32, bfloat16 and float16")

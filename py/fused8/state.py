@@ -94,7 +94,7 @@ def allocate(p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     rows, inner = rows_and_inner(shard.shape)
     for name, spec in specs_of_parameter(p, group).items():
         if name == "step":
-            result[name] = torch.zeros((), dtype=torch.float32)
+            result[name] = torch.zeros((), dtype=torch.float32, device="cpu")
             continue
         is_scale = name.endswith("_scale")
         shape = (rows, -(-inner // group["block_size"])) if is_scale else shard.shape

@@ -7,8 +7,9 @@ with one row of scalars per distinct (param group, step), and each tensor names 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,10 +76,15 @@ def scalar_row(h: Hyperparameters, step: int) -> list[float]:
 def scalar_table(rows: Sequence[list[float]]) -> Tensor:
     """Rows of `scalar_row` -> float32 [rows, SCALAR_WIDTH], each scalar rounded once."""
     padding = [0.0] * (SCALAR_WIDTH - len(SCALAR_COLUMNS))
-    values = torch.tensor([row + padding for row in rows], dtype=torch.float64)
+    values = torch.tensor([row + padding for row in rows], dtype=torch.float64, device="cpu")
     table = values.float()
     table.view(torch.int32)[:, FIRST_INTEGER_COLUMN:] = values[:, FIRST_INTEGER_COLUMN:].to(torch.int64)
     return table
+
+
+@functools.lru_cache(maxsize=8)  # stepped in backward, all parameters of a step ask for the same
+def _table_of(rows: tuple[tuple[Hyperparameters, int], ...]) -> Tensor:
+    return scalar_table([scalar_row(h, step) for h, step in rows])
 
 
 def fill_scalar_table(table: Tensor, h: Hyperparameters, step: Tensor) -> None:
@@ -111,6 +117,12 @@ def fill_scalar_table(table: Tensor, h: Hyperparameters, step: Tensor) -> None:
         table.view(torch.int32)[:, FIRST_INTEGER_COLUMN + i] = column.to(torch.int32)
 
 
+def kernel_dtype(grad_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a gradient reaches the kernel. FP8 gradients are those of tools that make zeros like the
+    parameter, to have a state made."""
+    return torch.float32 if grad_dtype.itemsize == 1 else grad_dtype
+
+
 class BucketKey(NamedTuple):
     """What tensors must have in common to be stepped by one launch."""
 
@@ -135,13 +147,16 @@ class BucketKey(NamedTuple):
 class Entry:
     """One parameter that takes part in the step, with all that the plan relies on."""
 
-    __slots__ = ("contiguous", "grad_dtype", "group", "is_dtensor", "p", "shape", "state", "tensor_ids", "tensors")
+    __slots__ = (
+        "contiguous", "device", "dtype", "grad_dtype", "group", "is_dtensor", "p", "shape", "state", "tensor_ids",
+        "tensors",
+    )  # fmt: skip
 
     def __init__(self, p: Tensor, grad: Tensor, group: int, state: dict[str, Any]) -> None:
         self.p = p
         self.group = group
-        self.shape = p.shape
-        self.grad_dtype = grad.dtype
+        self.shape, self.dtype, self.device = p.shape, p.dtype, p.device
+        self.grad_dtype = kernel_dtype(grad.dtype)
         self.is_dtensor = is_dtensor(p)
         self.contiguous = self._is_contiguous(grad)
         self.state = state
@@ -162,7 +177,9 @@ class Entry:
             and self.group == group
             and state is not None
             and [*map(id, state.values())] == self.tensor_ids
-            and self.grad_dtype is grad.dtype
+            and self.dtype is p.dtype
+            and self.device == p.device
+            and self.grad_dtype is kernel_dtype(grad.dtype)
             and not grad.is_sparse
             and self.contiguous
             is (self._is_contiguous(grad) if self.is_dtensor else p.is_contiguous() and grad.is_contiguous())
@@ -189,8 +206,9 @@ class StepCounters:
         else:
             self._rows_if_uniform = [self._distinct_groups.index(group) for group in self.groups]
 
-    def scalars(self, hyperparameters: Sequence[Hyperparameters]) -> tuple[Tensor, list[int]]:
-        """The scalar table of the next step, and the row of each entry in it (the same list while it can be)."""
+    def scalars(self, hyperparameters: Mapping[int, Hyperparameters]) -> tuple[Tensor, list[int]]:
+        """The scalar table of the next step, and the row of each entry in it (the same list while it can be).
+        `hyperparameters` has those of each group by its number."""
         if self.on_device:
             return self._scalars_on_device(hyperparameters), self._rows_if_uniform
         steps = self.packed.tolist()
@@ -204,9 +222,9 @@ class StepCounters:
                 for group, step in zip(self.groups, steps, strict=True)
             ]
             keys = list(rows)
-        return scalar_table([scalar_row(hyperparameters[group], step) for group, step in keys]), rows_of_entries
+        return _table_of(tuple((hyperparameters[group], step) for group, step in keys)), rows_of_entries
 
-    def _scalars_on_device(self, hyperparameters: Sequence[Hyperparameters]) -> Tensor:
+    def _scalars_on_device(self, hyperparameters: Mapping[int, Hyperparameters]) -> Tensor:
         table = torch.zeros(len(self.groups), SCALAR_WIDTH, dtype=torch.float32, device=self.packed.device)
         next_steps = self.packed + 1
         start = 0
@@ -257,27 +275,26 @@ class Bucket:
         self._any_dtensor = any(entry.is_dtensor for entry in entries)
         self._shards = [shard_of(p, key.block_size) for p in self.params]
         self._rows_of_entries: list[int] | None = None
-        self._table = torch.empty(0)
+        self._table = torch.empty(0, device="cpu")
 
     def local_params(self) -> list[Tensor]:
         return [local(p) for p in self.params] if self._any_dtensor else self.params
 
     def local_grads(self) -> list[Tensor]:
-        if self._any_dtensor:
-            return [local_grad(p) for p in self.params]
-        return [p.grad for p in self.params]  # type: ignore[misc]
+        grads: list[Any] = [local_grad(p) if self._any_dtensor else p.grad for p in self.params]
+        if self.key.param_dtype.itemsize == 1:
+            grads = [grad.to(kernel_dtype(grad.dtype)) for grad in grads]
+        return grads
 
     def table(self, rows_of_entries: list[int]) -> Tensor:
         """The int64 table [tensors, TABLE_COLUMNS], on the CPU; the same object while the rows stay the same."""
         if rows_of_entries is not self._rows_of_entries:
             self._rows_of_entries = rows_of_entries
             rows = [rows_of_entries[slot] for slot in self.slots]
-            table = torch.tensor(
-                [
-                    [row, shard.row0, shard.col0, shard.global_inner]
-                    for row, shard in zip(rows, self._shards, strict=True)
-                ]
-            )
+            places = [
+                [row, shard.row0, shard.col0, shard.global_inner] for row, shard in zip(rows, self._shards, strict=True)
+            ]
+            table = torch.tensor(places, device="cpu")
             if not torch.equal(table, self._table):
                 self._table = table
         return self._table
@@ -311,7 +328,7 @@ class StepPlan:
             for key, positions in _positions(keys).items()
         ]
 
-    def scalars(self, hyperparameters: Sequence[Hyperparameters]) -> list[tuple[Bucket, Tensor, Tensor]]:
+    def scalars(self, hyperparameters: Mapping[int, Hyperparameters]) -> list[tuple[Bucket, Tensor, Tensor]]:
         """Each bucket with its scalar table and its tensor table."""
         tables = {id(counters): counters.scalars(hyperparameters) for counters in self.counters}
         result = []
