@@ -63,11 +63,21 @@ def compare(
         raise RuntimeError(f"the baseline, {BASELINE}, could not be measured: {rows[0]['reason']}")
     interleave(timed, BASELINE, seconds)
     limits = [_limit_row(kernel, limit_elements) for kernel in timed[:kernels]]
-    best = max((row["gb_per_second"] for row in limits), default=None)
     by_name = {row["name"]: row for row in rows}
     for t in timed[kernels:]:
-        by_name[t.name].update(_measured(t, n, by_name[t.name]["bytes_per_parameter"], best))
+        by_name[t.name].update(_measured(t, n, by_name[t.name]["bytes_per_parameter"]))
+    if limits:
+        set_limits(limits + rows)
     return limits + rows
+
+
+def set_limits(rows: Sequence[Row]) -> None:
+    """The time that each step would take at the best rate that anything in the run has reached. An optimizer may beat
+    the plain kernels, which stand there for the case that all of them are slow."""
+    best = max(row["gb_per_second"] for row in rows if "gb_per_second" in row)
+    for row in rows:
+        if "ns" in row:
+            row["ns_at_limit"] = row["bytes_per_parameter"] / best
 
 
 def _too_much(step: float, tensor: int) -> str | None:
@@ -89,10 +99,10 @@ def available_memory() -> int | None:
         return None
 
 
-def _measured(t: Timed, n: int, bytes_per_parameter: float, limit: float | None) -> Row:
+def _measured(t: Timed, n: int, bytes_per_parameter: float) -> Row:
     first, median, third = (1e9 * x / n for x in quartiles(t.times))
     ratio = quartiles(t.ratios)
-    row: Row = {
+    return {
         "rounds": len(t.times),
         "ns": median,
         "ns_quartiles": [first, third],
@@ -100,9 +110,6 @@ def _measured(t: Timed, n: int, bytes_per_parameter: float, limit: float | None)
         "ratio": ratio[1],
         "ratio_quartiles": [ratio[0], ratio[2]],
     }
-    if limit:
-        row["ns_at_limit"] = bytes_per_parameter / limit
-    return row
 
 
 def _limit_row(kernel: Timed, elements: int) -> Row:

@@ -44,7 +44,7 @@ def of_comparison(job: Job) -> list[Table]:
             table.add(row, "ns", functools.partial(_comparison_cells, row))
     if limits:
         rates = ", ".join(f"{row['name']} {row['gb_per_second']:.1f}" for row in limits)
-        table.note = f"Memory in the same rounds, GB/s: {rates}. The limit is the best of them."
+        table.note = f"Memory in the same rounds, GB/s: {rates}. The limit is the best rate in the run."
     return [table]
 
 
