@@ -677,7 +677,7 @@ def test_stepping_in_backward_under_ddp_is_refused_before_anything_changes():
         optimizer = AdamW8bit(model.parameters())
         handle = fused8.step_in_backward(optimizer)
         before = copy.deepcopy(model.state_dict())
-        with pytest.raises(RuntimeError, match="DistributedDataParallel.*fully_shard"):
+        with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*fully_shard"):
             backward(model)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         handle.remove()

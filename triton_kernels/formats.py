@@ -84,7 +84,8 @@ def encode(x, random, DTYPE: tl.constexpr, EXTRA_BITS: tl.constexpr, STOCHASTIC:
     HALF: tl.constexpr = (1 << EXTRA_BITS) >> 1
     SATURATES: tl.constexpr = EXTRA_BITS > 0 or (STOCHASTIC and E0 > 1)
     # What is beyond the largest number takes this code.
-    LAST: tl.constexpr = (LARGEST << EXTRA_BITS) + (HALF - 1 if EXTRA_BITS else 0) if SATURATES else _constant(DTYPE, "overflow")
+    LARGEST_EXTENDED: tl.constexpr = (LARGEST << EXTRA_BITS) + (HALF - 1 if EXTRA_BITS else 0)
+    LAST: tl.constexpr = LARGEST_EXTENDED if SATURATES else _constant(DTYPE, "overflow")
     SPECIAL: tl.constexpr = _constant(DTYPE, "overflow") << EXTRA_BITS
     NAN: tl.constexpr = _constant(DTYPE, "nan") << EXTRA_BITS
 
