@@ -42,9 +42,9 @@ class Settings:
     error_elements: int = 8192
     error_streams: tuple[str, ...] = ()
     """Empty: all."""
-    loop_steps: int = 600
+    loop_steps: int = 500
     loop_seeds: int = 4
-    loop_batch: int = 16
+    loop_batch: int = 8
     fresh_limit: int = 10**6
     """At most so many optimizers are looked at in fresh processes."""
     threads: int = 0

@@ -232,6 +232,7 @@ def test_an_interruption_during_a_launch_leaves_counts_that_agree_with_the_state
 
 def step_until_interrupted(seconds):
     """Steps with a gradient that is always the same, until a signal comes; then checks what is left."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     torch.manual_seed(0)
     optimizer = new_optimizer(shapes=((256, 600), (7, 300), (50,)))
     for p in parameters(optimizer):
