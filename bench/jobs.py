@@ -42,7 +42,7 @@ class Settings:
     error_elements: int = 8192
     error_streams: tuple[str, ...] = ()
     """Empty: all."""
-    loop_steps: int = 500
+    loop_steps: int = 300
     loop_seeds: int = 4
     loop_batch: int = 8
     fresh_limit: int = 10**6
