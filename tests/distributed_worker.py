@@ -92,9 +92,7 @@ def single(steps: int, first: int = 1, model=None, optimizer=None):
 
 def same_bits(folder: Path) -> None:
     """Parameters and codes equal those of one process, whatever the number of ranks."""
-    model = shard(make_model())
-    optimizer = AdamW8bit(model.parameters(), **OPTIONS)
-    advance(model, optimizer, 1, 5)
+    model, optimizer = sharded(5)
     expected = contents(*single(5))
     assert_equal(contents(model, optimizer), expected)
     p = next(model.parameters())
@@ -242,10 +240,16 @@ def tensor_parallel(folder: Path) -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path) -> None:
+def sharded(steps: int) -> tuple[torch.nn.Module, AdamW8bit]:
+    """A sharded model and its optimizer after so many steps."""
     model = shard(make_model())
     optimizer = AdamW8bit(model.parameters(), **OPTIONS)
-    advance(model, optimizer, 1, 3)
+    advance(model, optimizer, 1, steps)
+    return model, optimizer
+
+
+def save(folder: Path) -> None:
+    model, optimizer = sharded(3)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "checkpoint")
 
@@ -265,9 +269,7 @@ def load(folder: Path) -> None:
 def full_state(folder: Path) -> None:
     """Gathered to rank 0, into one process; and a single process's checkpoint into FSDP2."""
     gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    model = shard(make_model())
-    optimizer = AdamW8bit(model.parameters(), **OPTIONS)
-    advance(model, optimizer, 1, 3)
+    model, optimizer = sharded(3)
     gathered = get_optimizer_state_dict(model, optimizer, options=gather)
     if dist.get_rank() == 0:
         expected_model, expected = single(3)
@@ -284,9 +286,7 @@ def full_state(folder: Path) -> None:
 
 def interrupted_save(folder: Path) -> None:
     """Rank 1 dies in the middle of a second save. (The test then loads the first.)"""
-    model = shard(make_model())
-    optimizer = AdamW8bit(model.parameters(), **OPTIONS)
-    advance(model, optimizer, 1, 5)
+    model, optimizer = sharded(5)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     if dist.get_rank() == 1:
         import os

@@ -17,6 +17,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 CODECS = ("adaptive", "dynamic", "e4m3")
 
+FLAGS: dict[str, dict[str, Any]] = {
+    "adamw": dict(weight_decay=0.01),
+    "l2": dict(weight_decay=0.01, decoupled_weight_decay=False),
+    "maximize": dict(weight_decay=0.01, maximize=True),
+    "amsgrad": dict(amsgrad=True),
+    "all": dict(
+        weight_decay=0.1,
+        decoupled_weight_decay=False,
+        maximize=True,
+        amsgrad=True,
+        betas=(0.8, 0.95),
+        eps=0.0,
+    ),
+}
+
 # 0 to 3 dims, sizes around the block, tails, short rows, one row, many rows.
 SHAPES = (
     (),
@@ -160,6 +175,11 @@ def run(
         set_gradients(params, step, grad_dtype)
         optimizer.step()
     return optimizer
+
+
+# Every dtype that is not FP32 with each way to store it: dtype, name of the way, options.
+STORAGE = [(dtype, name, options) for dtype in formats.FORMATS for name, options in storage_options(dtype).items()]
+STORAGE_IDS = [f"{dtype} {name}" for dtype, name, _ in STORAGE]
 
 
 def any_floats(n: int = 1 << 16) -> Tensor:

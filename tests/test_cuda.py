@@ -17,22 +17,22 @@ import torch
 from torch.utils.cpp_extension import include_paths
 
 from bench import gpu_static
-from fused8 import backends, reference, step_plan
-from fused8.codecs import CODECS as CODEC_OF
+from fused8 import backends, reference
 from fused8.codecs import FP32
 from fused8.state import rows_and_inner
 
+from . import support
+from .bucket import Bucket, assert_same_buckets
 from .support import (
     CODECS,
     DTYPES,
     FP8_DTYPES,
     SHAPES,
-    assert_same_bits,
+    STORAGE,
+    STORAGE_IDS,
     assert_same_optimizers,
     assert_stores_as_the_reference,
-    hostile_gradient,
     run,
-    storage_options,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -101,13 +101,7 @@ def host(tmp_path_factory):
     del backends.BACKENDS["cuda_host"]
 
 
-FLAGS = (
-    dict(weight_decay=0.01),
-    dict(weight_decay=0.01, decoupled_weight_decay=False),
-    dict(weight_decay=0.01, maximize=True),
-    dict(amsgrad=True),
-    dict(weight_decay=0.1, decoupled_weight_decay=False, maximize=True, amsgrad=True, betas=(0.8, 0.95), eps=0.0),
-)
+FLAGS = tuple(support.FLAGS.values())
 
 # Each codec with each pair of dtypes, with each block size and with each set of flags.
 CASES = [
@@ -126,14 +120,7 @@ def test_equals_reference(host, codec, dtype, grad_dtype, block_size, flags):
     assert ours.nonfinite_count() == truth.nonfinite_count() > 0
 
 
-STORAGE = [
-    (dtype, name, options)
-    for dtype in (torch.bfloat16, torch.float16, *FP8_DTYPES)
-    for name, options in storage_options(dtype).items()
-]
-
-
-@pytest.mark.parametrize("i", range(len(STORAGE)), ids=[f"{dtype} {name}" for dtype, name, _ in STORAGE])
+@pytest.mark.parametrize("i", range(len(STORAGE)), ids=STORAGE_IDS)
 def test_equals_reference_however_parameters_are_stored(host, i):
     dtype, name, storage = STORAGE[i]
     codec = [*CODECS, FP32][i % 4]
@@ -152,54 +139,6 @@ def test_stores_every_kind_of_number_as_the_reference(host, dtype):
 # -- one call, made directly
 
 
-class Bucket:
-    """Arguments of one call: the same values for each call with the same arguments."""
-
-    def __init__(self, shapes, codec, dtype=torch.float32, block_size=256, offset=0, amsgrad=False, stochastic=False):
-        def tensor(shape, dtype, fill):
-            numel = int(np.prod(shape))
-            return torch.full((numel + offset,), fill, dtype=dtype)[offset:].view(shape)
-
-        generator = torch.Generator().manual_seed(3)
-        self.codec, self.block_size, self.offset = codec, block_size, offset
-        self.stochastic_rounding = stochastic
-        self.params, self.states = [], [[] for _ in range(7)]
-        for shape in shapes:
-            self.params.append(tensor(shape, dtype, 0).copy_(torch.randn(shape, generator=generator)))
-            rows, inner = rows_and_inner(shape)
-            scales = (rows, -(-inner // block_size))
-            for i in (0, 1, 1)[: 2 + amsgrad]:
-                first = 4 if amsgrad and len(self.states[i]) == len(self.params) else i
-                if codec == FP32:
-                    self.states[first].append(tensor(shape, torch.float32, 0))
-                    continue
-                self.states[first].append(tensor(shape, CODEC_OF[codec].code_dtypes[i], CODEC_OF[codec].zero_codes[i]))
-                scale = tensor(scales, CODEC_OF[codec].scale_dtypes[i], 0)
-                self.states[5 if first == 4 else 2 + i].append(scale)
-        self.nonfinite = torch.zeros(1, dtype=torch.int64)
-
-    def step(self, kernel, step, table, grad_scale=None, found_inf=None, rows=2):
-        h = [step_plan.Hyperparameters(1e-3 * n * step, 0.9, 0.999, 1e-8, 0.01, True) for n in range(1, rows + 1)]
-        scalars = step_plan.scalar_table([step_plan.scalar_row(x, step + 5 * i) for i, x in enumerate(h)])
-        grads = []
-        for p in self.params:
-            g = hostile_gradient(tuple(p.shape), step)
-            grads.append(torch.empty(g.numel() + self.offset)[self.offset :].view(g.shape).copy_(g))
-        options = {} if kernel is reference.adam_step else {"cache": {}}
-        kernel(
-            self.params, grads, *self.states, scalars, table, grad_scale, found_inf, self.nonfinite,
-            self.codec, self.block_size, True, False, self.stochastic_rounding, **options,
-        )  # fmt: skip
-
-    def tensors(self):
-        return [*self.params, *itertools.chain(*self.states), self.nonfinite]
-
-
-def assert_same_buckets(a, b, what):
-    for i, (x, y) in enumerate(zip(a.tensors(), b.tensors(), strict=True)):
-        assert_same_bits(x, y, f"{what}: tensor {i}")
-
-
 @pytest.mark.parametrize("on_device", [0, SCALARS_ON_DEVICE, SCALARS_ON_DEVICE | TABLE_ON_DEVICE])
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("codec", [*CODECS, FP32])
@@ -211,7 +150,9 @@ def test_shards_unaligned_pointers_and_tables_on_the_device(host, monkeypatch, c
         [1, 7, 0, 256], [0, 2**23, 256, 1280], [1, 5, 64, 140], [0, 2**40 // 16, 0, 16], [1, 0, 0, 9000], [0, 0, 0, 1]
     ]  # fmt: skip
     stochastic = offset == 1 or on_device != 0
-    ours, truth = (Bucket(shapes, codec, torch.bfloat16, 256, offset, True, stochastic) for _ in range(2))
+    ours, truth = (
+        Bucket(shapes, codec, torch.bfloat16, offset=offset, amsgrad=True, stochastic=stochastic) for _ in range(2)
+    )
     for step in (1, 2, 3):
         grad_scale = torch.tensor(3.0 * 2**10) if step == 2 else None
         ours.step(host.adam_step, step, torch.tensor(layout), grad_scale, torch.zeros(1))

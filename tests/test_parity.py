@@ -8,30 +8,17 @@ import torch
 from .support import (
     CODECS,
     DTYPES,
+    FLAGS,
     FP8_DTYPES,
     SHAPES,
+    STORAGE,
+    STORAGE_IDS,
     assert_same_optimizers,
     assert_stores_as_the_reference,
     run,
-    storage_options,
 )
 
 ISAS = ("generic", "avx2", "avx512")
-
-FLAGS = {
-    "adamw": dict(weight_decay=0.01),
-    "l2": dict(weight_decay=0.01, decoupled_weight_decay=False),
-    "maximize": dict(weight_decay=0.01, maximize=True),
-    "amsgrad": dict(amsgrad=True),
-    "all": dict(
-        weight_decay=0.1,
-        decoupled_weight_decay=False,
-        maximize=True,
-        amsgrad=True,
-        betas=(0.8, 0.95),
-        eps=0.0,
-    ),
-}
 
 
 @pytest.fixture
@@ -71,15 +58,8 @@ def test_cpp_equals_reference_in_every_dtype(codec, dtype, grad_dtype, cpp):
         assert_same_optimizers(optimizer, expected, f"{isa} {codec} {dtype} {grad_dtype}")
 
 
-STORAGE = [
-    (dtype, name, options)
-    for dtype in (torch.bfloat16, torch.float16, *FP8_DTYPES)
-    for name, options in storage_options(dtype).items()
-]
-
-
 @pytest.mark.parametrize("codec", [*CODECS, "fp32"])
-@pytest.mark.parametrize("dtype, name, storage", STORAGE, ids=[f"{dtype} {name}" for dtype, name, _ in STORAGE])
+@pytest.mark.parametrize("dtype, name, storage", STORAGE, ids=STORAGE_IDS)
 def test_cpp_equals_reference_however_parameters_are_stored(dtype, name, storage, codec, cpp):
     """Every codec beside every storage; the dtype of the gradient and amsgrad, weight decay and so on go round."""
     i = len(name) + len(codec)

@@ -18,17 +18,16 @@ from fused8.triton_kernels import codecs as kernel_codecs
 
 import fused8
 from fused8 import codecs, formats, reference, step_plan
-from fused8.codecs import CODECS as CODEC_OF
 from fused8.codecs import FP32
-from fused8.state import rows_and_inner
 
+from . import support
+from .bucket import Bucket, assert_same_buckets
 from .support import (
     CODECS,
     DTYPES,
     assert_same_bits,
     assert_same_optimizers,
     assert_stores_as_the_reference,
-    hostile_gradient,
     run,
     storage_options,
 )
@@ -51,13 +50,7 @@ SHAPES = (
     (4, 5, 25),
 )
 
-FLAGS = (
-    dict(weight_decay=0.01),
-    dict(weight_decay=0.01, decoupled_weight_decay=False),
-    dict(weight_decay=0.01, maximize=True),
-    dict(amsgrad=True),
-    dict(weight_decay=0.1, decoupled_weight_decay=False, maximize=True, amsgrad=True, betas=(0.8, 0.95), eps=0.0),
-)
+FLAGS = tuple(support.FLAGS.values())
 
 # Each codec with each pair of dtypes, and through them with each block size and each set of flags.
 CASES = [
@@ -104,56 +97,6 @@ def test_every_kind_of_number_is_stored_as_by_the_reference(dtype, extra, stocha
 
 
 # -- one launch, called directly
-
-
-class Bucket:
-    """Arguments of one launch: the same values for each call with the same arguments."""
-
-    def __init__(self, shapes, codec, dtype=torch.float32, block_size=256, offset=0, extra=0, stochastic=False):
-        def tensor(shape, dtype, fill):
-            numel = int(np.prod(shape))
-            return torch.full((numel + offset,), fill, dtype=dtype)[offset:].view(shape)
-
-        generator = torch.Generator().manual_seed(3)
-        self.codec, self.block_size, self.stochastic = codec, block_size, stochastic
-        self.params, self.grads, self.states = [], [], [[] for _ in range(7)]
-        for shape in shapes:
-            self.params.append(tensor(shape, dtype, 0).copy_(torch.randn(shape, generator=generator)))
-            if extra:
-                self.states[6].append(tensor(shape, formats.CORRECTION_DTYPES[extra], 0))
-            rows, inner = rows_and_inner(shape)
-            scales = (rows, -(-inner // block_size))
-            if codec == FP32:
-                for state in self.states[:2]:
-                    state.append(tensor(shape, torch.float32, 0))
-                continue
-            for i in range(2):
-                self.states[i].append(tensor(shape, CODEC_OF[codec].code_dtypes[i], CODEC_OF[codec].zero_codes[i]))
-                self.states[2 + i].append(tensor(scales, CODEC_OF[codec].scale_dtypes[i], 0))
-        self.offset = offset
-        self.nonfinite = torch.zeros(1, dtype=torch.int64)
-        self.cache = {}
-
-    def step(self, kernel, step, table, grad_scale=None, found_inf=None):
-        h = [step_plan.Hyperparameters(1e-3 * n * step, 0.9, 0.999, 1e-8, 0.01, True) for n in (1, 2)]
-        scalars = step_plan.scalar_table([step_plan.scalar_row(x, step + 5 * i) for i, x in enumerate(h)])
-        grads = []
-        for p in self.params:
-            g = hostile_gradient(tuple(p.shape), step)
-            grads.append(torch.empty(g.numel() + self.offset)[self.offset :].view(g.shape).copy_(g))
-        options = {"cache": self.cache} if kernel is adam.adam_step else {}
-        kernel(
-            self.params, grads, *self.states, scalars, table, grad_scale, found_inf, self.nonfinite,
-            self.codec, self.block_size, True, False, self.stochastic, **options,
-        )  # fmt: skip
-
-    def tensors(self):
-        return [*self.params, *itertools.chain(*self.states), self.nonfinite]
-
-
-def assert_same_buckets(a, b, what):
-    for i, (x, y) in enumerate(zip(a.tensors(), b.tensors(), strict=True)):
-        assert_same_bits(x, y, f"{what}: tensor {i}")
 
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])

@@ -28,30 +28,24 @@ OLDEST_TRITON = (3, 6)  # earlier ones flush denormal numbers to zero
 @functools.cache
 def load_library() -> str | None:
     """Load the compiled library once; the reason why it is not there, or None."""
-    if not LIBRARY.exists():
-        return (
-            f"the compiled library is missing ({LIBRARY.name}): it is built when fused8 is installed with a C++20 "
-            "compiler and torch present (pip install --no-build-isolation)"
-        )
-    try:
-        torch.ops.load_library(str(LIBRARY))
-    except (OSError, RuntimeError) as error:
-        return f"the compiled library could not be loaded: {error}"
-    return None
+    how = "when fused8 is installed with a C++20 compiler and torch present (pip install --no-build-isolation)"
+    return _load(LIBRARY, "the compiled library", how)
 
 
 @functools.cache
 def load_cuda_library() -> str | None:
     """Load the library of the CUDA C++ kernels once, which needs the CUDA of torch; as `load_library`."""
-    if not CUDA_LIBRARY.exists():
-        return (
-            f"its library is missing ({CUDA_LIBRARY.name}): it is built when fused8 is installed with nvcc and torch "
-            "present (FUSED8_CUDA=1 pip install --no-build-isolation)"
-        )
+    how = "when fused8 is installed with nvcc and torch present (FUSED8_CUDA=1 pip install --no-build-isolation)"
+    return _load(CUDA_LIBRARY, "its library", how)
+
+
+def _load(path: Path, what: str, built: str) -> str | None:
+    if not path.exists():
+        return f"{what} is missing ({path.name}): it is built {built}"
     try:
-        torch.ops.load_library(str(CUDA_LIBRARY))
+        torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
-        return f"its library could not be loaded: {error}"
+        return f"{what} could not be loaded: {error}"
     return None
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .optimizer import Adam8bit
+from .options import parameters
 
 
 class StepInBackward:
@@ -27,10 +28,7 @@ class StepInBackward:
         # The parameters keep their hooks: these must not keep the optimizer.
         ready = _weakly(self)
         self._hooks = [
-            p.register_post_accumulate_grad_hook(ready)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.requires_grad
+            p.register_post_accumulate_grad_hook(ready) for p in parameters(optimizer.param_groups) if p.requires_grad
         ]
 
     def optimizer(self) -> Adam8bit | None:
@@ -54,9 +52,8 @@ class StepInBackward:
             )
         step = optimizer._prepare(None, None, only=p)
         if any(step.fetched):
-            torch.autograd.graph.increment_version(
-                [p]
-            )  # who still needs the old weight in this backward must not get it
+            # Who still needs the old weight in this backward must not get another one.
+            torch.autograd.graph.increment_version([p])
             self._pending.append(self._thread().submit(optimizer._execute, step))
         else:
             optimizer._execute(step)
@@ -129,7 +126,7 @@ def _refuse_ddp(optimizer: Adam8bit) -> None:
         return
     from torch.nn.parallel import DistributedDataParallel
 
-    ours = {p for group in optimizer.param_groups for p in group["params"]}
+    ours = set(parameters(optimizer.param_groups))
     for module in gc.get_objects():
         if issubclass(type(module), DistributedDataParallel) and any(p in ours for p in module.parameters()):
             raise RuntimeError(
@@ -174,6 +171,6 @@ _handles: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
 
 
 def _steps_elsewhere(optimizer: Adam8bit) -> bool:
-    ours = {p for group in optimizer.param_groups for p in group["params"]}
+    ours = set(parameters(optimizer.param_groups))
     others = [handle.optimizer() for handle in _handles]
-    return any(p in ours for other in others if other for group in other.param_groups for p in group["params"])
+    return any(p in ours for other in others if other for p in parameters(other.param_groups))

@@ -16,7 +16,7 @@ CHUNK_ELEMENTS = 1 << 20
 
 def state_dict(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """`model.state_dict()` with the parameters of the optimizer in FP32, the bits in `param_correction` included."""
-    ours = {p for group in optimizer.param_groups for p in group["params"]}
+    ours = set(options.parameters(optimizer.param_groups))
     result = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):

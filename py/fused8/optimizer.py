@@ -306,13 +306,13 @@ class Adam8bit(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     @torch.no_grad()
-    def _step(self, grad_scale: Tensor | None, found_inf: Tensor | None, only: Tensor | None = None) -> None:
-        """Step all parameters that have gradients, or the one parameter `only`."""
+    def _step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Step all parameters that have gradients."""
         if found_inf is not None and (found_inf.device.type == "cpu" or self._offloads()):
             if bool(found_inf):
                 return
             found_inf = None
-        self._execute(self._prepare(grad_scale, found_inf, only))
+        self._execute(self._prepare(grad_scale, found_inf, only=None))
         self._offload.finish()
 
     def _offloads(self) -> bool:
@@ -320,7 +320,8 @@ class Adam8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _prepare(self, grad_scale: Tensor | None, found_inf: Tensor | None, only: Tensor | None) -> _Prepared:
-        """Check and plan a step; nothing changes yet, but that gradients of offloaded parameters set out."""
+        """Check and plan a step of all parameters, or of the one `only`. Nothing changes yet, but that gradients of
+        offloaded parameters set out."""
         if only is None:
             hyperparameters = {i: options.hyperparameters(group, i) for i, group in enumerate(self.param_groups)}
             max_grad_norm = options.max_grad_norm(self.param_groups)

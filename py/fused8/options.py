@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ OWN_OPTIONS = (
 )  # fmt: skip
 # Options that decide how tensors are grouped and served.
 PLAN_OPTIONS = (*FROZEN_OPTIONS, "maximize", "decoupled_weight_decay", "capturable", "param_rounding", "backend")
+
+
+def parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+    """The parameters of all groups."""
+    return (p for group in groups for p in group["params"])
 
 
 def select(group: Mapping[str, Any], names: tuple[str, ...]) -> tuple:
