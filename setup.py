@@ -43,7 +43,7 @@ SANITIZE_FLAGS = ["-O1", "-g", f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=
 # The same bits everywhere need each operation rounded once: no contraction to FMA. The other two change no result but
 # let the compiler vectorize square roots and comparisons.
 FLOAT_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-AVX2_FLAGS = ["-mavx2", "-mf16c"]
+AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AVX512_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # false alarms in the intrinsics of GCC 12
 ISA_FLAGS = {"step_avx2.cpp": AVX2_FLAGS, "step_avx512.cpp": AVX512_FLAGS}  # empty files elsewhere than on x86-64

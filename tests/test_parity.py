@@ -5,6 +5,11 @@ import itertools
 import pytest
 import torch
 
+from fused8.backends import BACKENDS
+from fused8.codecs import CODECS as CODEC_OF
+from fused8.codecs import Dynamic
+from fused8.step_plan import scalar_table
+
 from .support import (
     CODECS,
     DTYPES,
@@ -13,6 +18,7 @@ from .support import (
     SHAPES,
     STORAGE,
     STORAGE_IDS,
+    assert_same_bits,
     assert_same_optimizers,
     assert_stores_as_the_reference,
     run,
@@ -69,6 +75,60 @@ def test_cpp_equals_reference_however_parameters_are_stored(dtype, name, storage
     expected = run("reference", SHAPES, **options)
     for isa, optimizer in cpp(**options):
         assert_same_optimizers(optimizer, expected, f"{isa} {codec} {dtype} {name}")
+
+
+def blocks_around_every_floor():
+    """FP32 rows [blocks, 256]: a divisor, positive, and numbers whose quotients by it lie a few units in the last place
+    from the middle between two values of the dynamic map, for divisors of every size."""
+    generator = torch.Generator().manual_seed(9)
+    exponents = (-148, -127, -126, -90, -81, -80, -79, -45, -20, -2, -1, 0, 1, 10, 45, 61, 62)
+    mantissas = 1 + torch.rand(len(exponents), generator=generator, dtype=torch.float64)
+    divisors = mantissas * 2.0 ** torch.tensor(exponents)
+    divisors = torch.cat([divisors, torch.tensor([1.0, 2.0**-80, 2.0**-126, 2.0**63, 2 - 2.0**-23])]).float()
+    maps = torch.tensor([Dynamic.SIGNED, Dynamic.UNSIGNED], dtype=torch.float64)
+    middles = maps.unfold(1, 2, 1).mean(2).flatten()
+    near = (middles[:, None] * divisors.double()).float()
+    patterns = near.view(torch.int32)[..., None] + torch.arange(-4, 5, dtype=torch.int32)
+    x = patterns.view(torch.float32).permute(1, 0, 2).reshape(len(divisors), -1)
+    x = torch.where(x.abs() <= divisors[:, None], x, 0.0)
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % 255)).view(len(divisors), -1, 255)
+    return torch.cat([divisors[:, None, None].expand(-1, x.shape[1], 1), x], dim=2).reshape(-1, 256)
+
+
+def encoded(backend, codec, grad, beta2=0.0, sq_scale=0.0):
+    """The state tensors that a step leaves of m = grad and v = grad^2 (and of beta2 * sq_scale, times any code)."""
+    scale_shape = (len(grad), 1)
+    format = CODEC_OF[codec]
+    m = torch.full(grad.shape, format.zero_codes[0], dtype=format.code_dtypes[0])
+    v = (torch.arange(grad.numel()) % 127).to(format.code_dtypes[1]).view(grad.shape)
+    scales = [torch.full(scale_shape, x, dtype=d) for x, d in zip((0, sq_scale), format.scale_dtypes, strict=True)]
+    row = [0.0, 1.0, beta2, 1.0, 1e-8, 1e-3, 1.0, 1.0, 0.0, 0, 0]
+    BACKENDS[backend].adam_step(
+        [torch.zeros(grad.shape)], [grad], [m], [v], [scales[0]], [scales[1]], [], [], [],
+        scalar_table([row]), torch.tensor([[0, 0, 0, 256]]), None, None, torch.zeros(1, dtype=torch.int64),
+        codec, 256, True, False, False, cache={},
+    )  # fmt: skip
+    return [m, v, *scales]
+
+
+@pytest.mark.parametrize("codec", ["dynamic", "e4m3"])
+def test_cpp_rounds_to_codes_as_the_reference_on_both_sides_of_every_floor(codec, monkeypatch):
+    x = blocks_around_every_floor()
+    cases = {
+        "m": dict(grad=x),
+        "v": dict(grad=x.abs().double().sqrt().float()),
+        "v, from states of the largest scale": dict(grad=x.clamp(-(2.0**60), 2.0**60), beta2=0.999, sq_scale=3e38),
+    }
+    for name, case in cases.items():
+        expected = encoded("reference", codec, **case)
+        for isa in ISAS:
+            monkeypatch.setenv("FUSED8_CPU_ISA", isa)
+            try:
+                torch.ops.fused8.cpu_isa()
+            except RuntimeError:
+                continue
+            for ours, truth in zip(encoded("cpp", codec, **case), expected, strict=True):
+                assert_same_bits(ours, truth, f"{isa} {name}")
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -35,7 +35,7 @@ struct InstructionSet {
 std::vector<InstructionSet> instruction_sets() {
   std::vector<InstructionSet> all = {{"generic", generic::step_elements, true}};
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   all.push_back({"avx2", avx2::step_elements, avx2});

@@ -10,6 +10,8 @@
 #include "lanes.h"
 // After lanes.h, whose overloads its templates use.
 #include "../codecs.h"
+#include "dynamic_buckets.h"
+#include "quotient.h"
 
 namespace fused8::FUSED8_ISA {
 
@@ -140,7 +142,8 @@ struct AbsmaxCodec {
     if (absmax == 0.0f) {
       for (int i = 0; i < W; ++i) codes[i] = ZERO;
     } else {
-      for (int i = 0; i < W; i += LANES) store(codes + i, Format::encode(load(m + i) / absmax));
+      const Quotient quotient(absmax);
+      for (int i = 0; i < W; i += LANES) store(codes + i, Format::encode(quotient(load(m + i))));
     }
     scale = absmax;
     encode_sq<W>(v, extent, sq_codes, sq_scale);
@@ -153,7 +156,11 @@ struct AbsmaxCodec {
     if (absmax == 0.0f) {
       for (int i = 0; i < W; ++i) codes[i] = 0;
     } else {
-      for (int i = 0; i < W; i += LANES) store(codes + i, Format::encode_sq(load(v + i) / absmax, load(v + i)));
+      const Quotient quotient(absmax);
+      for (int i = 0; i < W; i += LANES) {
+        const Floats x = load(v + i);
+        store(codes + i, Format::encode_sq(quotient(x), x));
+      }
     }
     scale = absmax;
   }
@@ -163,8 +170,8 @@ struct DynamicFormat {
   static constexpr uint8_t ZERO = dynamic::SIGNED_ZERO;
   static Floats decode(Ints code) { return lookup(dynamic::SIGNED.value, code); }
   static Floats decode_sq(Ints code) { return lookup(dynamic::UNSIGNED.value, code); }
-  static Ints encode(Floats y) { return dynamic::encode(y, dynamic::SIGNED); }
-  static Ints encode_sq(Floats y, Floats v) { return dynamic::encode_sq(y, v, dynamic::UNSIGNED); }
+  static Ints encode(Floats y) { return dynamic::encode_by_bucket(y); }
+  static Ints encode_sq(Floats y, Floats v) { return dynamic::encode_sq_by_bucket(y, v); }
 };
 
 struct E4M3Format {

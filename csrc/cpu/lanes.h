@@ -56,10 +56,6 @@ inline Ints to_int(Floats x) {
   return __builtin_convertvector(x, Ints);
 }
 
-inline Ints less_one_unless(Ints condition, Ints x) {
-  return condition ? x : x - 1;
-}
-
 // Hidden from the compiler that all lanes are the same, so that shifts by it take one operation.
 inline Ints broadcast(int32_t x) {
   Ints lanes = x - Ints{};
@@ -107,8 +103,13 @@ inline Floats lookup(const float* table, Ints index) {
   return _mm512_mask_i32gather_ps(Floats{}, all, reinterpret_cast<__m512i>(index), table, sizeof(float));
 }
 
-inline Floats lookup8(const float* table, Ints index) {
-  return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(index), _mm512_broadcast_f32x8(_mm256_loadu_ps(table)));
+// a * b + c, and c - a * b, rounded once.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+
+inline Floats multiply_subtract_from(Floats a, Floats b, Floats c) {
+  return _mm512_fnmadd_ps(a, b, c);
 }
 
 inline Ints load(const int8_t* from) {
@@ -173,8 +174,13 @@ inline Floats lookup(const float* table, Ints index) {
   return _mm256_mask_i32gather_ps(Floats{}, table, reinterpret_cast<__m256i>(index), bits_float(all), sizeof(float));
 }
 
-inline Floats lookup8(const float* table, Ints index) {
-  return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), reinterpret_cast<__m256i>(index));
+// a * b + c, and c - a * b, rounded once.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+
+inline Floats multiply_subtract_from(Floats a, Floats b, Floats c) {
+  return _mm256_fnmadd_ps(a, b, c);
 }
 
 inline Ints load(const int8_t* from) {
@@ -274,6 +280,20 @@ inline void store(Float16* to, Floats x) {
   half = magnitude >= 0x477FF000 ? 0x7C00 : half;  // infinite: from 65520 on
   half = magnitude > 0x7F800000 ? 0x7E00 : half;   // NaN
   to->bits = static_cast<uint16_t>(half | (float_bits(x) >> 16 & 0x8000));
+}
+
+#endif
+
+#if defined(__AVX2__)
+
+inline Ints lookup(const int32_t* table, Ints index) {
+  return float_bits(lookup(reinterpret_cast<const float*>(table), index));
+}
+
+#else
+
+inline Ints lookup(const int32_t* table, Ints index) {
+  return table[index];
 }
 
 #endif
