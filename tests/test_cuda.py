@@ -5,7 +5,6 @@ tests/cuda_host stands in for the GPU: threads, shuffles, barriers and shared me
 
 import ctypes
 import itertools
-import os
 import re
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from fused8 import backends, reference
 from fused8.codecs import FP32
 from fused8.state import rows_and_inner
 
-from . import support
+from . import support, thread_sanitizer
 from .bucket import Bucket, assert_same_buckets
 from .support import (
     CODECS,
@@ -37,7 +36,6 @@ from .support import (
 
 ROOT = Path(__file__).parent.parent
 HOST = ROOT / "tests" / "cuda_host"
-CXX = os.environ.get("CXX", "c++")
 CXX_FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 CXX_FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-DFUSED8_ISA=cuda"]
 
@@ -46,7 +44,7 @@ SCALARS_ON_DEVICE, TABLE_ON_DEVICE = 1, 2
 
 
 def compile_cpp(target, *flags):
-    command = [CXX, *CXX_FLAGS, *flags, *sorted(map(str, HOST.glob("*.cpp"))), "-o", str(target)]
+    command = [thread_sanitizer.CXX, *CXX_FLAGS, *flags, *sorted(map(str, HOST.glob("*.cpp"))), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -213,15 +211,10 @@ def test_the_backend_says_why_it_cannot_serve():
 
 def test_threads_do_not_race(tmp_path):
     """Every CUDA thread as a thread of its own, under ThreadSanitizer."""
+    thread_sanitizer.skip_without()
     program = tmp_path / "races"
-    try:
-        compile_cpp(program, "-O1", "-g", "-fsanitize=thread", "-DCUDA_HOST_THREADS")
-    except AssertionError as error:
-        if "tsan" in str(error):
-            pytest.skip("no ThreadSanitizer here")
-        raise
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    result = subprocess.run(["setarch", "-R", program], env=environment, capture_output=True, text=True)
+    compile_cpp(program, "-O1", "-g", "-fsanitize=thread", "-DCUDA_HOST_THREADS")
+    result = thread_sanitizer.run(program)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["fp32 ok", "adaptive ok", "dynamic ok", "e4m3 ok"]
 
