@@ -1,6 +1,7 @@
 """Installing: what is in the archives, and what happens without a compiler or without torch."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,3 +90,20 @@ def test_import_needs_neither_triton_nor_numpy_nor_the_extras():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert not {"triton", "rich", "matplotlib", "transformers", "bitsandbytes"} & set(eval(done.stdout))
+
+
+def test_third_party_names_all_packages_that_are_asked_for_and_no_others():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = pyproject["project"]
+    asked_for = [*pyproject["build-system"]["requires"], *project["dependencies"]]
+    asked_for += [package for extra in project["optional-dependencies"].values() for package in extra]
+    asked_for += re.findall(r"^[^#\n].*", (ROOT / "bench" / "requirements.txt").read_text(), re.MULTILINE)
+    # What `make` installs for pip to build with.
+    asked_for += re.search(r"pip install --quiet '\$\(TORCH\)' (.+)", (ROOT / "Makefile").read_text())[1].split()
+    asked_for = {re.match(r"'?([\w.-]+)", package)[1] for package in asked_for} - {project["name"]}
+
+    table = (ROOT / "THIRD_PARTY.md").read_text().partition("## Packages")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", table, re.MULTILINE)[1:]  # without the header
+    named = [name for row in rows for name in row.split(", ")]
+    assert sorted(named) == sorted(asked_for)
