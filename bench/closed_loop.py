@@ -34,25 +34,10 @@ def contenders() -> list[Contender]:
     return [*(chosen[name] for name in (BASELINE, CHANCE, *ours)), rule, chosen["torchao 8-bit"]]
 
 
-class Training(gpt.Run):
-    """A run of the demo with another optimizer."""
-
-    def __init__(self, contender: Contender, args: argparse.Namespace) -> None:
-        torch.manual_seed(args.seed)
-        self.model = gpt.GPT(*SIZE)
-        parameters = list(self.model.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = contender.make(groups, lr=args.lr)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: gpt.lr_factor(step, args.steps))
-        self.losses: list[float] = []
-        self.optimizer_ms: list[float] = []
-
-
 def final_loss(contender: Contender, args: argparse.Namespace, text: Tensor, held_out: Tensor) -> float:
-    run = Training(contender, args)
+    torch.manual_seed(args.seed)
+    model = gpt.GPT(*SIZE)
+    run = gpt.Run(model, contender.make(gpt.param_groups(model), lr=args.lr), args.steps)
     for step in range(args.steps):
         run.train_step(gpt.batch_at(step, text, args))
     with torch.no_grad():

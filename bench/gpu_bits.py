@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ import fused8
 from fused8 import ops, step_plan
 
 from .gpu_common import CODECS, DTYPES, Bench, Unavailable, short
+from .same_bits import assert_same_bits, assert_same_optimizers, hostile_gradient, make_parameters, run
 
 BILLION = 10**9
 # Full tiles and the rest, rows that are and are not multiples of 16, short rows, 1-D.
 CHECK_SHAPES = ((64, 1024), (36, 256), (5, 304), (3, 1001), (600, 16), (700,), (4, 5, 70))
+LRS = (1e-3, 2e-3, 3e-3)
 
 ALL_FLAGS = dict(weight_decay=0.1, decoupled_weight_decay=False, maximize=True, amsgrad=True, betas=(0.8, 0.95))
 
@@ -44,74 +46,8 @@ CHECK_CASES: list[tuple[str, torch.dtype, torch.dtype, dict[str, Any]]] = [
 ]
 
 
-def hostile(shape: Sequence[int], step: int, dtype: torch.dtype) -> Tensor:
-    """Ordinary gradients, and rows of zeros, tiny, huge, sparse and non-finite ones."""
-    generator = torch.Generator().manual_seed(1000 * step + len(shape))
-    g = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
-    rows = g.view(shape[0], -1) if len(shape) > 1 else g.view(1, -1)
-    uniform = torch.rand(rows.shape, generator=generator, dtype=torch.float64)
-    kinds: list[Callable[[Tensor, Tensor], Tensor]] = [
-        lambda x, u: x,
-        lambda x, u: x * 0,
-        lambda x, u: x * 1e-21,
-        lambda x, u: x * 1e18,
-        lambda x, u: x * 10 ** (u * 45 - 30),
-        lambda x, u: x * (u < 0.1),
-        lambda x, u: torch.where(u < 0.01, float("nan"), torch.where(u > 0.99, float("inf"), x)),
-        lambda x, u: x * 1e-3,
-    ]
-    for r in range(rows.shape[0]):
-        rows[r] = kinds[(r + step) % len(kinds)](rows[r], uniform[r])
-    return g.float().to(dtype)
-
-
-def same_bits(a: Tensor, b: Tensor, what: str) -> None:
-    a, b = a.detach().cpu(), b.detach().cpu()
-    if a.is_floating_point() and a.element_size() == 1:  # FP8 cannot be compared; as FP32 it is exact
-        a, b = a.float(), b.float()
-    same = a == b
-    if a.is_floating_point():
-        same |= a.isnan() & b.isnan()
-        same &= (torch.signbit(a) == torch.signbit(b)) | a.isnan()
-    if not bool(same.all()):
-        where = (~same).nonzero()
-        raise AssertionError(f"{what}: {len(where)} of {a.numel()} differ, first at {where[0].tolist()}")
-
-
-def same_optimizers(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> None:
-    pairs = zip(a.param_groups[0]["params"], b.param_groups[0]["params"], strict=True)
-    for i, (p, q) in enumerate(pairs):
-        same_bits(p, q, f"parameter {i} {tuple(p.shape)}")
-        for name, tensor in a.state[p].items():
-            same_bits(tensor, b.state[q][name], f"{name} of parameter {i} {tuple(p.shape)}")
-
-
-def parameters(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.nn.Parameter(torch.randn(tuple(s), generator=generator).to(dtype).to(device)) for s in shapes]
-
-
 def optimizer_of(params: Sequence[Tensor], backend: str, **options: Any) -> fused8.Adam8bit:
     return fused8.Adam8bit(params, lr=1e-3, min_8bit_size=0, backend=backend, **options)
-
-
-def set_gradients(params: Sequence[Tensor], step: int, dtype: torch.dtype) -> None:
-    for p in params:
-        p.grad = None
-        p.grad_dtype = None  # type: ignore[attr-defined]
-        p.grad = hostile(p.shape, step, dtype).to(p.device)
-
-
-def stepped(
-    backend: str, device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype, steps: int, options: dict[str, Any]
-) -> fused8.Adam8bit:
-    params = parameters(CHECK_SHAPES, dtype, device)
-    optimizer = optimizer_of(params, backend, **options)
-    for step in range(1, steps + 1):
-        optimizer.param_groups[0]["lr"] = 1e-3 * step
-        set_gradients(params, step, grad_dtype)
-        optimizer.step()
-    return optimizer
 
 
 def check_parity(bench: Bench) -> None:
@@ -122,10 +58,11 @@ def check_parity(bench: Bench) -> None:
             def body() -> None:
                 if bench.late(60):
                     raise Unavailable("no time left")
-                arguments = (dtype, grad_dtype, 2 if bench.dry_run else 5, dict(codec=codec, **options))  # noqa: B023
-                ours = stepped(backend, bench.device, *arguments)  # noqa: B023
-                truth = stepped(bench.truth, torch.device("cpu"), *arguments)
-                same_optimizers(ours, truth)
+                chosen = dict(dtype=dtype, grad_dtype=grad_dtype, codec=codec, **options)  # noqa: B023
+                steps = 2 if bench.dry_run else 5
+                ours = run(backend, CHECK_SHAPES, steps=steps, lrs=LRS, device=bench.device, **chosen)  # noqa: B023
+                truth = run(bench.truth, CHECK_SHAPES, steps=steps, lrs=LRS, **chosen)
+                assert_same_optimizers(ours, truth, backend)  # noqa: B023
                 assert ours.nonfinite_count() == truth.nonfinite_count() > 0
 
             flags = "all flags" if options is ALL_FLAGS else " ".join(str(v) for k, v in options.items() if "_" in k)
@@ -136,22 +73,22 @@ def check_unaligned(bench: Bench) -> None:
     """Parameters and gradients that begin at odd elements of a buffer."""
 
     def body() -> None:
-        def run(backend: str, device: torch.device) -> fused8.Adam8bit:
+        def stepped(backend: str, device: torch.device) -> fused8.Adam8bit:
             shapes = [(40, 256), (5, 70)]
             params = []
-            for p in parameters(shapes, torch.bfloat16, device):
+            for p in make_parameters(shapes, torch.bfloat16, device):
                 buffer = torch.empty(p.numel() + 1, dtype=p.dtype, device=device)
                 params.append(torch.nn.Parameter(buffer[1:].view(p.shape).copy_(p.detach())))
             optimizer = optimizer_of(params, backend)
             for step in (1, 2, 3):
                 for p in params:
-                    g = hostile(p.shape, step, p.dtype)
+                    g = hostile_gradient(p.shape, step, p.dtype)
                     p.grad = torch.empty(g.numel() + 1, dtype=p.dtype, device=device)[1:].view(p.shape).copy_(g)
                 optimizer.step()
             return optimizer
 
         for backend in bench.ours:
-            same_optimizers(run(backend, bench.device), run(bench.truth, torch.device("cpu")))
+            assert_same_optimizers(stepped(backend, bench.device), stepped(bench.truth, torch.device("cpu")), backend)
 
     bench.check("unaligned tensors", body)
 
@@ -216,7 +153,7 @@ def check_large(bench: Bench) -> None:
             for part, place in zip(parts, places, strict=True):
                 part.step(bench.truth, step)
                 for name, ours, truth in zip(Block.NAMES, block.rows(*place).tensors, part.tensors, strict=True):
-                    same_bits(ours, truth, f"{name} in rows {place}")
+                    assert_same_bits(ours, truth, f"{name} in rows {place}")
         return f"{rows * 256 / BILLION:.2f} B elements"
 
     bench.check("a tensor of more than 2^31 elements", body)
@@ -244,7 +181,7 @@ def check_division(bench: Bench) -> None:
                 )  # fmt: skip
                 results.append(lists[0][0])
             for result in results[1:]:
-                same_bits(result, results[0], f"m / {row[4]!r}")
+                assert_same_bits(result, results[0], f"m / {row[4]!r}")
 
     bench.check("divisions by one unit less than a power of two", body)
 
@@ -258,7 +195,7 @@ def check_graph(bench: Bench) -> None:
         shapes = [(64, 1024), (5, 304), (700,)]
         outcomes = []
         for graphed in (False, True):
-            params = parameters(shapes, torch.bfloat16, bench.device)
+            params = make_parameters(shapes, torch.bfloat16, bench.device)
             lr = torch.tensor(1e-3, device=bench.device)
             optimizer = fused8.AdamW8bit(params, lr=lr, min_8bit_size=0, capturable=True)
             for p in params:
@@ -266,7 +203,7 @@ def check_graph(bench: Bench) -> None:
 
             def gradients(step: int) -> None:
                 for p in params:  # noqa: B023
-                    p.grad.copy_(hostile(p.shape, step, p.dtype))
+                    p.grad.copy_(hostile_gradient(p.shape, step, p.dtype))
 
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -288,7 +225,7 @@ def check_graph(bench: Bench) -> None:
                     optimizer.step()
             bench.sync()
             outcomes.append(optimizer)
-        same_optimizers(*outcomes)
+        assert_same_optimizers(*outcomes, "graph")
 
     bench.check("CUDA graph: capture and replay", body)
 
@@ -301,8 +238,8 @@ def check_streams(bench: Bench) -> None:
             raise Unavailable("no streams on the CPU")
         outcomes = []
         for streams in ([torch.cuda.current_stream()] * 2, [torch.cuda.Stream(), torch.cuda.Stream()]):
-            params = parameters([(64, 1024), (700,)] * 20, torch.bfloat16, bench.device)
-            grads = [[hostile(p.shape, step, p.dtype).to(p.device) for p in params] for step in range(1, 9)]
+            params = make_parameters([(64, 1024), (700,)] * 20, torch.bfloat16, bench.device)
+            grads = [[hostile_gradient(p.shape, step, p.dtype).to(p.device) for p in params] for step in range(1, 9)]
             optimizer = optimizer_of(params, "triton")
             bench.sync()
             previous = torch.cuda.current_stream()
@@ -317,7 +254,7 @@ def check_streams(bench: Bench) -> None:
                 previous = stream
             bench.sync()
             outcomes.append(optimizer)
-        same_optimizers(*outcomes)
+        assert_same_optimizers(*outcomes, "streams")
 
     bench.check("two streams", body)
 
@@ -328,7 +265,7 @@ def check_grad_scaler(bench: Bench) -> None:
     def body() -> None:
         outcomes = []
         for backend, device in (("triton", bench.device), (bench.truth, torch.device("cpu"))):
-            params = parameters([(36, 256), (700,)], torch.float32, device)
+            params = make_parameters([(36, 256), (700,)], torch.float32, device)
             optimizer = optimizer_of(params, backend)
             scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
             for step in range(1, 6):
@@ -339,7 +276,7 @@ def check_grad_scaler(bench: Bench) -> None:
                 scaler.step(optimizer)
                 scaler.update(1024.0)
             outcomes.append(optimizer)
-        same_optimizers(*outcomes)
+        assert_same_optimizers(*outcomes, "GradScaler")
         steps = {float(state["step"]) for state in outcomes[0].state.values()}
         assert steps == {4.0}, steps
 
@@ -359,7 +296,7 @@ def check_offload(bench: Bench) -> None:
             handle = fused8.step_in_backward(optimizer) if in_backward else None
             for step in range(5):
                 # Gradients by hand, the same in all runs: those of matrix products may not be.
-                grads = [hostile(p.shape, step, p.dtype).to(p.device) for p in model.parameters()]
+                grads = [hostile_gradient(p.shape, step, p.dtype).to(p.device) for p in model.parameters()]
                 loss = sum((p * g).sum() for p, g in zip(model.parameters(), grads, strict=True))
                 loss.backward()
                 optimizer.step()
@@ -369,7 +306,7 @@ def check_offload(bench: Bench) -> None:
             bench.sync()
             outcomes.append(optimizer)
         for optimizer in outcomes[1:]:
-            same_optimizers(optimizer, outcomes[0])
+            assert_same_optimizers(optimizer, outcomes[0], "offload")
 
     bench.check("offload", body)
 
@@ -397,7 +334,7 @@ def check_sanitizer(bench: Bench) -> None:
 def one_step() -> None:
     """What runs under compute-sanitizer."""
     for codec in CODECS:
-        stepped("triton", torch.device("cuda"), torch.bfloat16, torch.bfloat16, 1, dict(codec=codec))
+        run("triton", CHECK_SHAPES, steps=1, dtype=torch.bfloat16, device="cuda", codec=codec)
     torch.cuda.synchronize()
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import itertools
 import platform
-import shutil
 import statistics
-import subprocess
 import time
 import traceback
 from collections.abc import Callable
@@ -17,8 +13,9 @@ from typing import Any
 
 import torch
 
-import fused8
 from fused8 import backends
+
+from .results import versions
 
 CODECS = ("adaptive", "dynamic", "e4m3")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -138,20 +135,6 @@ class Unavailable(Exception):
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
-
-
-def versions() -> dict[str, str]:
-    found = {"fused8": fused8.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    for package in ("triton", "bitsandbytes", "torchao", "flashoptim"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    for runtime, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)):
-        if version:
-            found[runtime] = version
-    if tool := shutil.which("nvidia-smi"):
-        command = [tool, "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
-        found["driver, power limit, clock"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return found
 
 
 def short(dtype: torch.dtype) -> str:

@@ -16,8 +16,8 @@ import fused8
 from fused8 import ops, step_plan
 from fused8.options import rounds_stochastically
 
-from .gpu_bits import same_bits
 from .gpu_common import CODECS, DTYPES, Bench, Check, Speed, short
+from .same_bits import assert_same_bits
 
 MILLION = 10**6
 
@@ -74,9 +74,9 @@ def check_step_of(bench: Bench, optimizer: fused8.Adam8bit) -> None:
             bench.truth, [q], [g], *states, [], [], corrections, scalars, table, None, None, nonfinite,
             group["codec"], group["block_size"], True, False, rounds_stochastically(p.dtype, group), cache={},
         )  # fmt: skip
-        same_bits(p[part], q, f"rows {part.start}.. of {tuple(p.shape)}")
+        assert_same_bits(p[part], q, f"rows {part.start}.. of {tuple(p.shape)}")
         for name in old:
-            same_bits(state[name][part], old[name], f"{name} in rows {part.start}.. of {tuple(p.shape)}")
+            assert_same_bits(state[name][part], old[name], f"{name} in rows {part.start}.. of {tuple(p.shape)}")
 
 
 def copy_rows(state: dict[str, Tensor], part: slice) -> dict[str, Tensor]:

@@ -55,20 +55,7 @@ STORAGES = (
 
 
 class Training(gpt.Run):
-    """A run of the demo whose weights are stored in another format and computed with in FP32."""
-
-    def __init__(self, storage: Storage, args: argparse.Namespace) -> None:
-        torch.manual_seed(args.seed)
-        self.model = gpt.GPT(*SIZE)
-        if storage.dtype.itemsize == 1:
-            fp8_weights.store_linear_weights_in_fp8(self.model, storage.dtype)
-        else:
-            self.model.to(storage.dtype)
-        groups = fp8_weights.param_groups(self.model, args.lr, 0.1)
-        self.optimizer = fused8.AdamW8bit(groups, lr=args.lr, **storage.options)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: gpt.lr_factor(step, args.steps))
-        self.losses: list[float] = []
-        self.optimizer_ms: list[float] = []
+    """A run of the demo whose weights are computed with in FP32, however they are stored."""
 
     def loss(self, batch: Tensor) -> Tensor:
         wide = {
@@ -85,6 +72,17 @@ class Training(gpt.Run):
         return (weights + state) / sum(p.numel() for p in self.model.parameters())
 
 
+def training(storage: Storage, args: argparse.Namespace) -> Training:
+    torch.manual_seed(args.seed)
+    model = gpt.GPT(*SIZE)
+    if storage.dtype.itemsize == 1:
+        fp8_weights.store_linear_weights_in_fp8(model, storage.dtype)
+    else:
+        model.to(storage.dtype)
+    groups = fp8_weights.param_groups(model, args.lr, 0.1)
+    return Training(model, fused8.AdamW8bit(groups, lr=args.lr, **storage.options), args.steps)
+
+
 def measure(steps: int, seeds: int, batch: int, console: Console) -> dict[str, Any]:
     text, held_out = gpt.load_text(None)
     device = torch.device("cpu")
@@ -94,7 +92,7 @@ def measure(steps: int, seeds: int, batch: int, console: Console) -> dict[str, A
         for seed in range(seeds):
             args = argparse.Namespace(seed=seed, steps=steps, batch=batch, lr=1e-3, device=device)
             for storage in STORAGES:
-                run = Training(storage, args)
+                run = training(storage, args)
                 for step in range(steps):
                     run.train_step(gpt.batch_at(step, text, args))
                     progress.update(bar, advance=1, description=f"{storage.name}, seed {seed}: {run.losses[-1]:.3f}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
+import shutil
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 
 import fused8
 
-VERSIONS = ("bitsandbytes", "torchao", "torch-optimi", "triton", "numpy")
+PACKAGES = ("bitsandbytes", "torchao", "flashoptim", "torch-optimi", "triton", "numpy")
 
 
 def processor() -> str:
@@ -41,26 +44,30 @@ def cores() -> int:
         return os.cpu_count() or 1
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def versions() -> dict[str, str]:
+    """Of everything that was measured, and of what a GPU runs on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "fused8": fused8.__version__}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    for runtime, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)):
+        if version:
+            found[runtime] = version
+    if tool := shutil.which("nvidia-smi"):
+        command = [tool, "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+        found["driver, power limit, clock"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return found
 
 
 def machine() -> dict[str, Any]:
     """What a reader has to know to compare the numbers."""
-    versions = {package: _version(package) for package in VERSIONS}
     return {
         "processor": processor(),
         "isa": isa(),
         "cores": cores(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fused8": fused8.__version__,
-        **{package: version for package, version in versions.items() if version},
+        **versions(),
     }
 
 

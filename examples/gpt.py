@@ -76,16 +76,13 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.embedding(tokens))))
 
 
-def build_optimizer(name: str, model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+def param_groups(model: nn.Module) -> list[dict]:
     """Matrices are decayed; biases and norms are not."""
     parameters = list(model.parameters())
-    groups = [
+    return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if name == ADAMW8BIT:
-        return fused8.AdamW8bit(groups, lr=args.lr, codec=args.codec)
-    return torch.optim.AdamW(groups, lr=args.lr, fused=True)
 
 
 def lr_factor(step: int, steps: int) -> float:
@@ -99,11 +96,9 @@ def lr_factor(step: int, steps: int) -> float:
 class Run:
     """One model in training, and what was measured on the way."""
 
-    def __init__(self, name: str, args: argparse.Namespace, seed: int):
-        torch.manual_seed(seed)
-        self.model = GPT(*SIZES[args.size]).to(args.device)
-        self.optimizer = build_optimizer(name, self.model, args)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, args.steps))
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int):
+        self.model, self.optimizer = model, optimizer
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps))
         self.losses: list[float] = []
         self.optimizer_ms: list[float] = []
 
@@ -149,6 +144,15 @@ class Run:
         return statistics.fmean(self.loss(windows(text, part, device)).item() for part in starts.split(64))
 
 
+def build_run(name: str, args: argparse.Namespace, seed: int) -> Run:
+    torch.manual_seed(seed)
+    model = GPT(*SIZES[args.size]).to(args.device)
+    groups = param_groups(model)
+    if name == ADAMW8BIT:
+        return Run(model, fused8.AdamW8bit(groups, lr=args.lr, codec=args.codec), args.steps)
+    return Run(model, torch.optim.AdamW(groups, lr=args.lr, fused=True), args.steps)
+
+
 def now(device: torch.device) -> float:
     """The time in seconds, when the device has done what it was given."""
     if device.type == "cuda":
@@ -185,7 +189,7 @@ def batch_at(step: int, text: Tensor, args: argparse.Namespace) -> Tensor:
 
 def train(args: argparse.Namespace, text: Tensor, folder: Path, console: Console) -> tuple[dict, dict]:
     """Both runs, trained, with a checkpoint of each in `folder`; and their snapshots at the step to compare."""
-    runs = {name: Run(name, args, args.seed) for name in (ADAMW, ADAMW8BIT)}
+    runs = {name: build_run(name, args, args.seed) for name in (ADAMW, ADAMW8BIT)}
     snapshots = {}
     columns = "Training", BarColumn(10), MofNCompleteColumn(), "{task.description} ms/step ETA", TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
@@ -207,7 +211,7 @@ def train(args: argparse.Namespace, text: Tensor, folder: Path, console: Console
 
 def resume(name: str, args: argparse.Namespace, text: Tensor, folder: Path, console: Console) -> dict[str, bytes]:
     """The snapshot, at the same step, of a run that was resumed from the checkpoint."""
-    run = Run(name, args, args.seed + 1)  # other weights: the right ones can only come from the checkpoint
+    run = build_run(name, args, args.seed + 1)  # other weights: the right ones can only come from the checkpoint
     first = run.load(folder / name)
     for step in track(range(first, compared_step(args)), f"Resuming {name}", console=console):
         run.train_step(batch_at(step, text, args))

@@ -77,7 +77,7 @@ def test_resume_is_exact(demo):
 def test_snapshot_notices_one_bit(gpt):
     """Otherwise the comparison after a resume would say nothing."""
     args = Namespace(size="tiny", steps=2, lr=1e-3, batch=1, seed=0, codec="adaptive", device=torch.device("cpu"))
-    run = gpt.Run(gpt.ADAMW8BIT, args, seed=0)
+    run = gpt.build_run(gpt.ADAMW8BIT, args, seed=0)
     run.train_step(gpt.batch_at(0, torch.arange(200, dtype=torch.uint8), args))
     before = run.snapshot()
     assert before == run.snapshot()
