@@ -1,6 +1,8 @@
 """The fused8 command: output, exit codes, errors of one line."""
 
+import io
 import json
+import os
 import subprocess
 import sys
 
@@ -9,6 +11,8 @@ import torch
 from torch import nn
 
 from fused8 import AdamW8bit, backends, cli, estimate_memory, param_groups
+
+from .convert_support import MAKERS
 
 
 def run(capsys, *arguments):
@@ -223,6 +227,33 @@ def test_doctor_sees_a_gpu_that_torch_cannot_use(capsys, monkeypatch, selection)
     assert code == 1 and "GPU 0: NVIDIA H200 is here, and this torch cannot use it" in out
 
 
+def test_doctor_asks_the_driver_for_a_gpu(capsys, monkeypatch, selection, tmp_path):
+    cpu_only(monkeypatch)
+    driver = tmp_path / "nvidia-smi"
+    monkeypatch.setattr(cli.shutil, "which", lambda name: str(driver) if name == "nvidia-smi" else None)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for program, found in (("echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'", True), ("echo broken; exit 9", False)):
+        driver.write_text(f"#!/bin/sh\n{program}\n")
+        driver.chmod(0o755)
+        code, out, _ = run(capsys, "doctor")
+        assert ("GPU 0: NVIDIA H200 is here, and this torch cannot use it" in out) == found and code == int(found)
+    driver.write_bytes(b"\0")  # which nothing can run
+    assert run(capsys, "doctor")[0] == 0
+
+
+def test_doctor_says_when_the_environment_chooses_the_instruction_set(capsys, monkeypatch, selection):
+    cpu_only(monkeypatch)
+    monkeypatch.setenv("FUSED8_CPU_ISA", "generic")
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1 and "FUSED8_CPU_ISA forces the instruction set generic; unset it for the best one" in out
+    monkeypatch.setenv("FUSED8_CPU_ISA", "mmx")
+    code, out, _ = run(capsys, "doctor", "--json")
+    found = json.loads(out)
+    assert code == 1 and "FUSED8_CPU_ISA is mmx" in found["library"]["problem"]
+    assert found["advice"][0].endswith("which this library does not have: unset it for the best one")
+    assert not any(cli.REINSTALL in line for line in found["advice"])
+
+
 def test_doctor_knows_versions_that_are_too_old(capsys, monkeypatch, selection):
     cpu_only(monkeypatch)
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
@@ -264,3 +295,46 @@ def test_convert(tmp_path, capsys):
     assert saved["optimizer"]["state"][0]["exp_avg"].dtype == torch.int8
     code, _, err = run(capsys, "convert", str(tmp_path / "missing.pt"), str(tmp_path / "no.pt"), "--to", "torch")
     assert code == 2 and err.count("\n") == 1 and not (tmp_path / "no.pt").exists()
+
+
+# -- a person at a terminal -------------------------------------------------------------------------------------------
+
+
+def test_an_interruption_is_no_traceback(capsys, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_versions", interrupted)
+    assert run(capsys, "doctor") == (130, "", "")
+
+
+def test_convert_shows_its_progress_on_a_terminal_alone(files, capsys, monkeypatch):
+    pytest.importorskip("rich")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    command = ("convert", "optimizer.pt", "new.pt", "--to", "torch")
+    code, plain, err = run(capsys, *command)
+    assert code == 0 and not err
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert cli.main([*command]) == 0
+    assert "converting" in sys.stderr.getvalue() and capsys.readouterr().out == plain
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert cli.main([*command, "--json"]) == 0
+    assert not sys.stderr.getvalue()
+
+
+def test_report_refuses_a_damaged_state_in_one_line(files, capsys):
+    torch.save({"state": {0: 1}, "param_groups": [{"params": [0]}]}, "damaged.pt")
+    code, out, err = run(capsys, "report", "damaged.pt")
+    assert code == 2 and not out
+    assert err.count("\n") == 1 and "the state of parameter 0 must be a dict, not int" in err
+
+
+def test_report_names_the_library_of_each_file(files, capsys):
+    for maker, name in (("torch", "Adam of torch or alike"), ("FlashOptim", "flashoptim"), ("bitsandbytes",) * 2):
+        torch.save(MAKERS[maker](), "state.pt")
+        code, out, _ = run(capsys, "report", "state.pt")
+        assert code == 0 and name in out

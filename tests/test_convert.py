@@ -461,6 +461,31 @@ def test_damaged_tensors_of_torchao_are_refused(torchao_optim, name, attribute, 
         assert_refused(state_dict, message)
 
 
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (
+            lambda own, other: {"exp_avg": own.dequantize()},
+            "exp_avg of type Tensor beside quantized tensors of torchao",
+        ),
+        (lambda own, other: {"exp_avg": own.view(-1)}, r"exp_avg of shape \(4096,\), expected \(16, 256\)"),
+        (lambda own, other: {"exp_avg": other}, "quantized tensors of different kinds"),
+    ],
+)
+def test_states_that_mix_tensors_of_torchao_are_refused(torchao_optim, damage, message):
+    state_dict = advance(torchao_optim.AdamW8bit(make_parameters(SHAPES)), 1, 1).state_dict()
+    other = advance(torchao_optim.AdamW4bit(make_parameters(SHAPES)), 1, 1).state_dict()["state"][0]["exp_avg"]
+    state = state_dict["state"][0]
+    state.update(damage(state["exp_avg"], other))
+    assert_refused(state_dict, message)
+
+
+def test_nan_codes_of_torchao_are_refused(torchao_optim):
+    state_dict = advance(torchao_optim.AdamWFp8(make_parameters(SHAPES)), 1, 1).state_dict()
+    state_dict["state"][0]["exp_avg"].codes.view(torch.uint8).view(-1)[3] = 0x7F
+    assert_refused(state_dict, "exp_avg.codes that are NaN")
+
+
 # -- FlashOptim -------------------------------------------------------------------------------------------------------
 
 
@@ -481,6 +506,18 @@ def test_flashoptim_loads(scale_dtype):
     assert ours.param_groups[0]["initial_lr"] == 1e-3
     assert not ours.param_groups[0].keys() & {"master_bytewidth", "quantize"}
     advance(ours, 6, 7)
+
+
+@pytest.mark.parametrize("mark, origin", [("t_alpha", "bitsandbytes"), ("master_bytewidth", "FlashOptim")])
+def test_a_state_before_the_first_step_is_known_by_its_options(mark, origin):
+    group = dict(lr=0.5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, params=[0]) | {mark: None}
+    state_dict = {"state": {}, "param_groups": [group]}
+    report = convert.Report()
+    converted = convert.to_torch_state_dict(state_dict, report=report)
+    assert report.origin == origin and mark not in converted["param_groups"][0]
+    optimizer = fused8.AdamW8bit(make_parameters([(16, 256)]))
+    optimizer.load_state_dict(state_dict)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and mark not in optimizer.param_groups[0] and not optimizer.state
 
 
 def test_flashoptim_quantized_by_itself_loads(monkeypatch):

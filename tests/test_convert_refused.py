@@ -73,6 +73,11 @@ MISFITS = {
     "complex numbers": ("torch", change("exp_avg", lambda t: t + 1j), "exp_avg of dtype torch.complex64"),
     "a sparse moment": ("torch", change("exp_avg", lambda t: t.to_sparse()), "exp_avg that is no dense tensor"),
     "a moment without data": ("torch", change("exp_avg", lambda t: t.to("meta")), "exp_avg that is no dense tensor"),
+    "a moment that claims more data than it has": (
+        "torch",
+        change("exp_avg", lambda t: torch.zeros(1).expand(t.shape)),
+        "exp_avg of 4,096 elements, and the data of fewer",
+    ),
     "no tensor": ("torch", change("exp_avg", lambda t: t.tolist()), "exp_avg of type list"),
     "NaN": ("torch", change("exp_avg_sq", nan), r"values in exp_avg_sq outside \[0, "),
     "negative v": ("torch", change("exp_avg_sq", lambda t: -t), r"values in exp_avg_sq outside \[0, "),
@@ -80,6 +85,7 @@ MISFITS = {
     "huge m": ("torch", change("exp_avg", lambda t: t * 0 - 1e19), "values in exp_avg outside"),
     "a fractional step": ("torch", change("step", lambda t: t + 0.5), "step 2.5"),
     "a huge step": ("torch", change("step", lambda t: 10**400), "step beyond"),
+    "two steps": ("torch", change("step", lambda t: torch.ones(2)), r"step of shape \(2,\)"),
     "a step of text": ("torch", change("step", lambda t: "two"), "step of type str"),
     "a complex step": ("torch", change("step", lambda t: t * 1j), "step of dtype torch.complex64"),
     "no betas": ("torch", option("betas", None), "betas must be two numbers"),
@@ -87,6 +93,7 @@ MISFITS = {
     "a vector for lr": ("torch", option("lr", torch.ones(2)), "lr must be a number"),
     "a NaN for lr": ("torch", option("lr", float("nan")), "lr must be a finite number"),
     "a tensor of NaN for lr": ("torch", option("lr", torch.tensor(float("nan"))), "lr must be a finite number"),
+    "a tensor for an option": ("torch", option("maximize", torch.tensor(True)), "maximize must not be a tensor"),
     "amsgrad of text": ("torch", option("amsgrad", "yes"), "amsgrad must be True or False"),
     "other groups": ("torch", lambda sd: sd["param_groups"].append({"params": []}), "2 param groups"),
     "too few parameters": ("torch", option("params", [0, 1]), "2 parameters in the saved state and 6"),
@@ -100,6 +107,7 @@ MISFITS = {
     "state of a parameter that is no dict": ("torch", lambda sd: sd["state"].update({0: 1}), "must be a dict, not int"),
     "no state": ("torch", lambda sd: sd.pop("state"), "no 'state'"),
     "bnb without state2": ("bitsandbytes", change("state2", None), "lacks state2"),
+    "bnb with amsgrad": ("bitsandbytes", option("amsgrad", True), "lacks max_exp_avg_sq, which amsgrad needs"),
     "bnb without absmax": ("bitsandbytes", change("absmax1", None), "lacks absmax1"),
     "bnb with other blocks": (
         "bitsandbytes",
@@ -138,6 +146,13 @@ MISFITS = {
     "another codec": ("fused8", option("codec", "adaptive"), "exp_avg of dtype torch.uint8, expected torch.int8"),
     "another block size": ("fused8", option("block_size", 64), "exp_avg_scale of shape"),
     "no scale": ("fused8", change("exp_avg_scale", None), "lacks exp_avg_scale"),
+    "scales of a parameter that never has 8 bits": (
+        "fused8",
+        add("exp_avg_scale", torch.zeros(1, 1), 5),
+        "unknown entries exp_avg_scale",
+    ),
+    "a fractional step of ours": ("fused8", change("step", lambda t: t + 0.5), "step 2.5"),
+    "NaN for lr, of ours": ("fused8", option("lr", torch.tensor(float("nan"))), "lr must be a finite number"),
     "the codes of NaN": ("fused8", change("exp_avg", lambda t: t | 0x7F), "the code of NaN"),
     "flashoptim without scales": ("FlashOptim", change("exp_avg::scales", None), "lacks exp_avg::scales"),
     "flashoptim in other groups": (
@@ -155,6 +170,11 @@ MISFITS = {
         "FlashOptim",
         change("exp_avg::quantized", lambda t: t * 0 - 128),
         "exp_avg::quantized",
+    ),
+    "flashoptim of a transposed memory format": (
+        "FlashOptim",
+        change("exp_avg::quantized", lambda t: t.t().contiguous().t()),
+        "exp_avg::quantized that is not contiguous",
     ),
     "flashoptim's codes as floats": (
         "FlashOptim",
@@ -177,6 +197,13 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(case):
     if case not in NEED_AN_OPTIMIZER:
         with pytest.raises((ValueError, TypeError)):
             convert.to_torch_state_dict(state_dict)
+
+
+def test_what_amsgrad_lacks_is_refused_in_every_conversion():
+    state_dict = copy.deepcopy(MAKERS["bitsandbytes"]())
+    option("amsgrad", True)(state_dict)
+    with pytest.raises(ValueError, match="saved state of parameter 0 lacks max_exp_avg_sq, which amsgrad needs"):
+        convert.to_fused8_state_dict(state_dict)
 
 
 @pytest.mark.parametrize("state_dict", [None, [], 3, "state", {}, {"state": {}}])

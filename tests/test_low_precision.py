@@ -2,9 +2,16 @@
 
 import copy
 import math
+import tempfile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import fused8
 from fused8 import AdamW8bit
@@ -141,6 +148,69 @@ def test_a_file_with_extra_bits_is_not_converted_without_them():
         plain.load_state_dict(saved)
 
 
+def through_distributed_checkpoint(saver, loader, flatten, tmp_path):
+    """The state of one optimizer into another; each is (model, optimizer)."""
+    options, folder = StateDictOptions(flatten_optimizer_state_dict=flatten), tempfile.mkdtemp(dir=tmp_path)
+    saver[1].zero_grad()  # torch makes the state of an optimizer only if there are no gradients
+    dcp.save({"optimizer": get_optimizer_state_dict(*saver, options=options)}, checkpoint_id=folder)
+    saved = {"optimizer": get_optimizer_state_dict(*loader, options=options)}
+    dcp.load(saved, checkpoint_id=folder)
+    set_optimizer_state_dict(*loader, saved["optimizer"], options=options)
+
+
+def linear(master_bits, dtype=torch.bfloat16):
+    model = torch.nn.Linear(256, 64, dtype=dtype)
+    return model, AdamW8bit(model.parameters(), lr=1e-3, master_bits=master_bits)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("flatten", [False, True])
+def test_extra_bits_in_a_distributed_checkpoint(flatten, tmp_path):
+    """It is read into the tensors that the loading optimizer has: without `param_correction`, or of other bits."""
+    saver, loader = linear(24), linear(24)
+    advance(saver[1], 1, 3)
+    through_distributed_checkpoint(saver, loader, flatten, tmp_path)
+    loader[0].load_state_dict(saver[0].state_dict())
+    assert_same_optimizers(saver[1], loader[1], "the same bits")
+    with pytest.warns(UserWarning, match="state of fused8: as it was. Lost: the extra mantissa bits"):
+        through_distributed_checkpoint(saver, linear(None), flatten, tmp_path)
+    with pytest.raises(ValueError, match="param_correction for master_bits=24, and the optimizer has 32"):
+        through_distributed_checkpoint(saver, linear(32), flatten, tmp_path)
+    advance(loader[1], 4, 4)
+    through_distributed_checkpoint(loader, saver, flatten, tmp_path)  # a file of one that was loaded, and the reverse
+    through_distributed_checkpoint(linear(24), loader, flatten, tmp_path)
+
+
+@pytest.mark.parametrize("saved, own", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), FP8])
+def test_extra_bits_of_another_dtype_are_refused(saved, own):
+    """Of the same size, they would be read as bits that they are not."""
+    master_bits = 8 * saved.itemsize + 8
+    file = through_file(stepped(saved, steps=1, master_bits=master_bits).state_dict())
+    assert file["param_groups"][0]["corrected_dtypes"] == [str(saved)]
+    optimizer = stepped(own, steps=2, master_bits=master_bits)
+    before = copy.deepcopy(optimizer)
+    with pytest.raises(ValueError, match=f"{saved}.*, and this one is in {own}"):
+        optimizer.load_state_dict(file)
+    assert_same_optimizers(optimizer, before, "nothing was loaded")
+    same = stepped(saved, steps=2, master_bits=master_bits)
+    same.load_state_dict(file)
+    assert "corrected_dtypes" not in same.param_groups[0]
+    for damaged in (3, "torch.float32", [], [3]):
+        file["param_groups"][0]["corrected_dtypes"] = damaged
+        with pytest.raises(ValueError, match="param_correction of parameters in"):
+            same.load_state_dict(file)
+    del file["param_groups"][0]["corrected_dtypes"]
+    same.load_state_dict(file)
+
+
+def test_extra_bits_of_fp8_are_not_those_of_bfloat16():
+    """int8 continues FP8 to 16 bits and BF16 to 24."""
+    with pytest.raises(ValueError, match="for master_bits=16, and the optimizer has 24"):
+        stepped(torch.bfloat16, steps=1, master_bits=24).load_state_dict(
+            stepped(FP8[0], steps=1, master_bits=16).state_dict()
+        )
+
+
 def low_precision_model(dtype=torch.bfloat16):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(30, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 30))
@@ -156,7 +226,10 @@ def test_master_weights_go_through_a_file(master_bits):
     for step in range(1, 4):
         set_gradients(model.parameters(), step)
         a.step()
-    weights = through_file(a.master_state_dict(model))
+    weights = a.master_state_dict(model)
+    assert weights["0.weight"] is weights["2.weight"]  # tied
+    weights = through_file(weights)
+    assert weights["0.weight"].data_ptr() == weights["2.weight"].data_ptr()
     assert weights.keys() == model.state_dict().keys()
     for name, p in model.named_parameters():
         assert weights[name].dtype == torch.float32
@@ -186,6 +259,10 @@ def test_fp32_weights_keep_what_bfloat16_would_lose():
     [
         (lambda w: w.pop("1.weight"), r"missing \['1.weight'\]"),
         (lambda w: w.update(extra=torch.zeros(1)), r"unknown \['extra'\]"),
+        (
+            lambda w: [w.update({f"module.{name}": w.pop(name)}) for name in [*w]],
+            "One of the two is wrapped .DistributedDataParallel",
+        ),
         (lambda w: w.update({"2.bias": torch.zeros(31)}), r"2.bias has shape \(31,\).*\(30,\)"),
         (lambda w: w.update({"2.bias": torch.zeros(30, dtype=torch.int32)}), "2.bias has dtype torch.int32"),
         (lambda w: w.update({"2.bias": None}), "2.bias has type NoneType"),
@@ -201,6 +278,35 @@ def test_master_weights_that_do_not_fit_change_nothing(change, message):
         optimizer.load_master_state_dict(model, weights)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
+
+
+def test_master_weights_need_a_whole_state():
+    model = low_precision_model()
+    optimizer = AdamW8bit(model.parameters(), master_bits=24)
+    set_gradients(model.parameters(), 1)
+    optimizer.step()
+    weights, before = optimizer.master_state_dict(model), copy.deepcopy(model.state_dict())
+    del optimizer.state[model[2].bias]["param_correction"]
+    with pytest.raises(ValueError, match=r"the state of parameter 3 of group 0 .*param_correction"):
+        optimizer.load_master_state_dict(model, {name: torch.ones_like(value) for name, value in weights.items()})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_master_weights_keep_what_a_module_saves_beside_its_tensors():
+    class Counting(torch.nn.Linear):
+        calls = 0
+
+        def get_extra_state(self):
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state):
+            self.calls = state["calls"]
+
+    model, other = Counting(8, 8, dtype=torch.bfloat16), Counting(8, 8, dtype=torch.bfloat16)
+    model.calls = 7
+    a, b = (AdamW8bit(m.parameters(), master_bits=32) for m in (model, other))
+    b.load_master_state_dict(other, a.master_state_dict(model))
+    assert other.calls == 7 and torch.equal(other.weight, model.weight)
 
 
 def test_master_bits_that_do_not_fit_are_refused():
@@ -286,6 +392,12 @@ def test_a_norm_that_is_not_finite_gives_a_zero_gradient():
     b.step()
     assert_same_bits(p.detach(), q.detach(), "zero gradient")
     assert a.nonfinite_count() == count + 1 and a.last_grad_norm.isnan()
+
+
+def test_without_gradients_the_norm_is_zero():
+    optimizer = AdamW8bit(make_parameters(((2, 2),)), max_grad_norm=1.0)
+    optimizer.step()
+    assert optimizer.last_grad_norm == 0 and not optimizer.state
 
 
 def test_groups_agree_on_the_norm():
@@ -403,8 +515,6 @@ def test_weights_beyond_the_dtype_are_refused():
 
 
 def test_fp8_parameters_have_their_state_made_by_torch_distributed():
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
     layer = torch.nn.Linear(256, 16, bias=False)
     layer.weight = torch.nn.Parameter(layer.weight.detach().to(FP8[0]))
     layer.weight.grad_dtype = None

@@ -5,6 +5,7 @@ import io
 import logging
 import math
 import pickle
+import sys
 
 import pytest
 import torch
@@ -113,8 +114,11 @@ def test_defaults_are_those_of_the_peers():
         (dict(lr=math.nan), "lr"),
         (dict(lr="1e-3"), "lr"),
         (dict(lr=torch.zeros(2)), "lr"),
+        (dict(lr=torch.ones((), device="meta")), "CPU tensor unless capturable"),
+        (dict(lr=10**5000), "a number that is too long to show"),
         (dict(betas=(0.9, 1.0)), "betas"),
         (dict(betas=(-0.1, 0.9)), "betas"),
+        (dict(betas=(0.9, torch.tensor(1.5))), "betas"),
         (dict(betas=0.9), "betas"),
         (dict(eps=-1e-8), "eps"),
         (dict(eps=math.nan), "eps"),
@@ -191,6 +195,55 @@ def test_sparse_gradient_is_refused_before_anything_changes():
     with pytest.raises(TypeError, match=r"parameter 0 of group 1.*sparse"):
         optimizer.step()
     assert not optimizer.state and torch.equal(dense, torch.ones(64, 64))
+
+
+def test_parameters_without_memory_of_their_own_are_refused():
+    for p, message in (
+        (torch.zeros(3, 3).to_sparse(), "has layout torch.sparse_coo: fused8 updates dense parameters"),
+        (torch.zeros(1, 3).expand(3, 3), "is an expanded tensor"),
+    ):
+        with pytest.raises(TypeError, match=f"parameter 0 of group 0 {message}"):
+            AdamW8bit([torch.nn.Parameter(p)])
+
+
+def test_state_that_was_moved_by_itself_is_refused_before_anything_changes():
+    optimizer = stepped()
+    before = copy.deepcopy(optimizer)
+    p = parameters(optimizer)[1]
+    kept = optimizer.state[p]["exp_avg"]
+    optimizer.state[p]["exp_avg"] = kept.to("meta")
+    set_gradients(parameters(optimizer), 4)
+    with pytest.raises(RuntimeError, match="exp_avg of parameter 1 of group 0 is on meta and should be on cpu"):
+        optimizer.step()
+    optimizer.state[p]["exp_avg"] = kept
+    assert_same_optimizers(optimizer, before, "after the error")
+
+
+def test_a_step_counter_put_there_by_hand_counts():
+    """As a number or a tensor; one at the limit is refused."""
+    optimizer, twin = stepped(steps=3), stepped(steps=3)
+    for i, state in enumerate(optimizer.state.values()):
+        state["step"] = 3 if i % 2 else torch.tensor(3.0)
+    for step in (4, 5):
+        for other in (optimizer, twin):
+            set_gradients(parameters(other), step)
+            other.step()
+    assert_same_optimizers(optimizer, twin, "counted on")
+    optimizer.state[parameters(optimizer)[0]]["step"] = 2**24
+    with pytest.raises(RuntimeError, match=r"2\^24"):
+        optimizer.step()
+
+
+def test_gradients_of_other_dtypes_are_refused_before_anything_changes():
+    good, bad = make_parameters(((2, 2), (2, 2)))
+    optimizer = AdamW8bit([good, bad])
+    good.grad = torch.ones(2, 2)
+    bad.grad_dtype = torch.float64
+    bad.grad = torch.ones(2, 2, dtype=torch.float64)
+    before = good.detach().clone()
+    with pytest.raises(TypeError, match=r"the gradient of parameter 1 of group 0 has dtype torch.float64"):
+        optimizer.step()
+    assert not optimizer.state and torch.equal(good, before)
 
 
 # -- any parameter ----------------------------------------------------------------------------------------------------
@@ -591,6 +644,38 @@ def test_an_explicit_backend_that_cannot_serve_says_why():
     with pytest.raises(RuntimeError, match=r"'cpp' cannot serve device 'meta'.*CPU"):
         optimizer.step()
     assert not optimizer.state
+
+
+def test_triton_says_why_it_cannot_serve(monkeypatch):
+    triton = pytest.importorskip("triton")
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    why_not = backends.BACKENDS["triton"].unavailable
+    assert why_not(torch.device("meta")) == "it serves CUDA and ROCm devices, not meta"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "only in Triton's interpreter" in why_not(cpu)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "serves only the CPU" in why_not(gpu) and why_not(cpu) is None
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert why_not(cpu) == "it needs Triton 3.6 or later, this is 3.5.1"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert why_not(cpu).startswith("Triton cannot be imported")
+
+
+def test_a_library_that_cannot_be_loaded_is_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(backends, "LIBRARY", tmp_path / "libfused8.so")
+    load = backends.load_library.__wrapped__  # what it remembers is left alone
+    assert load().startswith("the compiled library is missing (libfused8.so)")
+    (tmp_path / "libfused8.so").write_text("no library")
+    assert load().startswith("the compiled library could not be loaded: ")
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton", "reference"])
+def test_a_model_of_empty_parameters_is_stepped(backend):
+    params = make_parameters(((0,), (3, 0)))
+    optimizer = AdamW8bit(params, backend=backend)
+    set_gradients(params, 1)
+    optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [1, 1]
 
 
 def test_without_the_library_the_reference_serves_and_says_so_once(monkeypatch, caplog):

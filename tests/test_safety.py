@@ -5,6 +5,7 @@ import io
 import pickle
 import pickletools
 import re
+import struct
 import zipfile
 from pathlib import Path
 
@@ -75,6 +76,15 @@ def test_readme_loads_with_weights_only():
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")]:
         loads = re.findall(r"torch\.load\((?:[^()]|\([^()]*\))*\)", path.read_text())
         assert all("weights_only=True" in load for load in loads if load != "torch.load()"), path
+
+
+def test_json_that_is_nested_without_end_is_refused(tmp_path):
+    deep = b"[" * 200_000
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(deep)) + deep)
+    (tmp_path / "model.safetensors.index.json").write_bytes(deep)
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        with pytest.raises(ValueError, match=f"{name}: the JSON in it is nested too deep"):
+            fused8.estimate_memory(tmp_path / name)
 
 
 def names_in(data: bytes) -> set[str]:

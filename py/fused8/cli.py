@@ -143,11 +143,12 @@ def _library(advice: list[str]) -> dict[str, Any]:
     if problem is None:
         try:
             instruction_set = torch.ops.fused8.cpu_isa()
-        except RuntimeError as error:
-            problem = f"it is loaded, but: {_one_line(error)}"
-    if problem is not None:
+        except RuntimeError as error:  # of FUSED8_CPU_ISA
+            problem = _one_line(error)
+            advice.append(f"{problem}: unset it for the best one")
+    else:
         advice.append(f"{problem}. Install a C++20 compiler if there is none, then: {REINSTALL}")
-    elif "FUSED8_CPU_ISA" in os.environ:
+    if instruction_set is not None and os.environ.get("FUSED8_CPU_ISA"):
         advice.append(f"FUSED8_CPU_ISA forces the instruction set {instruction_set}; unset it for the best one")
     return {"path": str(backends.LIBRARY), "problem": problem, "instruction_set": instruction_set}
 

@@ -31,7 +31,7 @@ Progress = Callable[[int], None]
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 _ALSO_TORCH = ("amsgrad", "maximize", "decoupled_weight_decay", "capturable")
-_ONLY_FUSED8 = tuple(name for name in options.DEFAULTS if name not in _ALSO_TORCH)
+_ONLY_FUSED8 = (*(name for name in options.DEFAULTS if name not in _ALSO_TORCH), state_of.CORRECTED_DTYPES)
 
 
 class Converted(NamedTuple):
@@ -50,11 +50,14 @@ class Report:
         self.lost: dict[str, None] = {}  # in order of appearance
         self.notes: dict[str, None] = {}
         self._vanished = 0
+        self._unchanged = 0
         self._conversions: Counter[tuple[str, str, bool]] = Counter()
 
     def add(self, source: Source, target: str, converted: Converted) -> None:
         if source.storage != target or self.origin != FUSED8:
             self._conversions[source.storage, target, converted.exact] += 1
+        else:
+            self._unchanged += 1
         self.lost.update(dict.fromkeys(source.lost))
         self._vanished += converted.vanished
 
@@ -79,7 +82,8 @@ class Report:
             how = "without loss" if exact else "rounded to the nearest code"
             change = f"in {source}" if source == target else f"from {source} to {target}, {how}"
             parts.append(f"{parameters} {change}")
-        text = f"state of {self.origin}: {'; '.join(parts) or 'no parameter has any'}."
+        unchanged = "as it was" if self._unchanged else "no parameter has any"
+        text = f"state of {self.origin}: {'; '.join(parts) or unchanged}."
         if lost := self._all_lost():
             text += f" Lost: {', '.join(lost)}."
         return text + "".join(f" {note}." for note in self.notes)

@@ -139,7 +139,7 @@ def _fused8(saved: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> So
     if message := state_of.structural_error(saved, p, group):
         raise ValueError(message)
     step = step_of(saved)
-    if message := state_of.value_error({**saved, "step": step}, p, group):
+    if message := state_of.value_error(saved, p, group):
         raise ValueError(message)
     names = [name for name in MOMENTS if name in saved]
     blocks = Blocks(

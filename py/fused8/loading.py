@@ -13,8 +13,10 @@ from . import state as state_of
 from .foreign import FUSED8
 from .sharding import local
 from .sources import require_readable
+from .state import CORRECTED_DTYPES
 
 CORRECTION = "param_correction"
+_DECIDE_FORMAT = ("codec", "block_size", "master_bits", CORRECTED_DTYPES)
 
 
 class Box:
@@ -56,7 +58,7 @@ class Load:
             where = f"param group {number} of the saved state"
             merged = self._merged(optimizer.defaults, group, saved)
             convert.check_group(merged, where)
-            as_saved = merged | {name: saved[name] for name in ("codec", "block_size") if name in saved}
+            as_saved = merged | {name: saved[name] for name in _DECIDE_FORMAT if name in saved}
             convert.check_group(as_saved, where)
             result["param_groups"].append(merged)
             for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
@@ -81,6 +83,7 @@ class Load:
         missing: Mapping[str, Any] = defaults
         if self.report.origin != FUSED8:  # a foreign file lacks many options: those set for this group stay
             missing = {name: group[name] for name in defaults}
+        adapted.pop(CORRECTED_DTYPES, None)
         return {**missing, **adapted, **{name: group[name] for name in options.OWN_OPTIONS}}
 
     def _state(
@@ -100,9 +103,12 @@ class Load:
         own = converted.tensors
         spec = state_of.specs_of_parameter(p, group).get(CORRECTION)
         if spec is not None:
+            if correction is not None:
+                _require_same_bits(p, group, as_saved)
             kept = existing if correction is None else correction
             own[CORRECTION] = _checked_correction(kept, p, spec).to(state_of.device_of(p, group))
-        elif correction is not None and p.dtype != torch.float32:
+        elif p.dtype != torch.float32 and (correction is not None or as_saved["master_bits"] is not None):
+            # torch.distributed.checkpoint reads only what this optimizer has: of the bits it leaves the option alone.
             self.report.lost["the extra mantissa bits of parameters, since the optimizer has no master_bits"] = None
         if group["capturable"]:
             own["step"] = own["step"].to(p.device)
@@ -126,6 +132,20 @@ class Load:
         for name in ("amsgrad", "maximize"):
             if merged[name] != group[name]:
                 notes[f"{name} is {'on' if merged[name] else 'off'}, as in the file"] = None
+
+
+def _require_same_bits(p: Tensor, group: Mapping[str, Any], as_saved: Mapping[str, Any]) -> None:
+    """Raise unless saved extra mantissa bits continue a parameter of this dtype, and are as many as the group keeps."""
+    if as_saved["master_bits"] != group["master_bits"]:
+        raise ValueError(
+            f"has {CORRECTION} for master_bits={as_saved['master_bits']}, and the optimizer has {group['master_bits']}"
+        )
+    dtypes = as_saved.get(CORRECTED_DTYPES, [str(p.dtype)])  # ZeroRedundancyOptimizer leaves it out
+    if not isinstance(dtypes, (list, tuple)) or str(p.dtype) not in dtypes:
+        raise ValueError(
+            f"has {CORRECTION} of parameters in {options.shown(dtypes)}, and this one is in {p.dtype}: from dtype to "
+            "dtype master_state_dict and load_master_state_dict take the weights"
+        )
 
 
 def _checked_correction(correction: Any, p: Tensor, spec: state_of.TensorSpec) -> Tensor:

@@ -17,12 +17,15 @@ CHUNK_ELEMENTS = 1 << 20
 def state_dict(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """`model.state_dict()` with the parameters of the optimizer in FP32, the bits in `param_correction` included."""
     ours = set(options.parameters(optimizer.param_groups))
-    result = {}
+    result: dict[str, Any] = {}
+    masters: dict[Tensor, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             result[name] = value
         elif value in ours:
-            result[name] = _in_float32(value, optimizer.state.get(value, {}).get("param_correction"))
+            if value not in masters:  # a tied weight has several names: one tensor for all, which a file holds once
+                masters[value] = _in_float32(value, optimizer.state.get(value, {}).get("param_correction"))
+            result[name] = masters[value]
         else:
             result[name] = value.detach()
     return result

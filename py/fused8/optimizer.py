@@ -178,7 +178,10 @@ class Adam8bit(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults = options.DEFAULTS | self.defaults  # a pickle of an older version lacks some
+        # A pickle of an older version lacks some. torch adds one, which groups that were never loaded do not have, and
+        # flattened checkpoints of torch.distributed ask for every entry of a group.
+        self.defaults = options.DEFAULTS | self.defaults
+        self.defaults.pop("differentiable", None)
         self.__dict__.setdefault("_nonfinite", {})
         self.__dict__.setdefault("_in_backward", None)
         self.__dict__.setdefault("_offload", Offload())
@@ -199,6 +202,9 @@ class Adam8bit(torch.optim.Optimizer):
             key: value | {"step": value["step"].clone()} if isinstance(value.get("step"), Tensor) else value
             for key, value in result["state"].items()
         }
+        for group, saved in zip(self.param_groups, result["param_groups"], strict=False):
+            if dtypes := state_of.corrected_dtypes(group):
+                saved[state_of.CORRECTED_DTYPES] = dtypes
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,7 +219,8 @@ class Adam8bit(torch.optim.Optimizer):
         master_bits, offload, max_grad_norm and backend, which stay its own; options that are missing take the defaults,
         and with a file of another library the group's own. So a file that does not say whether its weight decay was
         decoupled changes nothing about that. Extra bits of weights (`master_bits`) that the file does not have stay as
-        they are: `load_master_state_dict` may come before or after.
+        they are: `load_master_state_dict` may come before or after. Those of another dtype, or fewer or more, are
+        refused.
 
         Raises:
             ValueError, TypeError: the groups, the shapes, dtypes or values do not fit, or the format is not known.

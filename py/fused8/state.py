@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .codecs import ABS_MAX_GRAD, CODECS, FP32, Encoded
+from .codecs import CODECS, FP32, Encoded
 from .formats import CORRECTION_DTYPES
 from .sharding import local, placed_like, rows_and_inner, shard_of
 
@@ -17,6 +17,7 @@ STATE_FORMAT = 1  # what a saved group's `state_format` says; raised when the me
 BLOCK_SIZES = (64, 128, 256)
 MIN_8BIT_VECTOR = 1 << 20  # a 1-D parameter below this stays in 32 bits: biases and norms, cheap and sensitive
 MIN_8BIT_ROW = 8  # rows of fewer elements would pay more for their scales than they save
+CORRECTED_DTYPES = "corrected_dtypes"  # what a saved group has beside the options, if it has master_bits
 MAX_STEP = 1 << 24  # a float32 step counter cannot count beyond
 
 
@@ -54,6 +55,11 @@ def correction_bits(dtype: torch.dtype, group: Mapping[str, Any]) -> int:
     if group["master_bits"] is None or dtype == torch.float32:
         return 0
     return group["master_bits"] - 8 * dtype.itemsize
+
+
+def corrected_dtypes(group: Mapping[str, Any]) -> list[str]:
+    """The dtypes of the parameters that a group keeps extra bits of. The bits of BF16 and FP16 look alike."""
+    return sorted({str(p.dtype) for p in group["params"] if correction_bits(p.dtype, group)})
 
 
 def state_specs(
@@ -129,24 +135,13 @@ def structural_error(state: Mapping[str, Any], p: Tensor, group: Mapping[str, An
 
 
 def value_error(state: Mapping[str, Any], p: Tensor, group: Mapping[str, Any]) -> str | None:
-    """What in the values of a structurally valid state could not have come from an optimizer, or None."""
-    step = float(state["step"])
-    if not (0 <= step <= MAX_STEP and step == int(step)):
-        return f"has step {step:g}, expected a whole number from 0 to 2^24"
-    codec_name = codec_of_parameter(p, group)
-    if codec_name == FP32:
-        limits = {"exp_avg": ABS_MAX_GRAD, "exp_avg_sq": ABS_MAX_GRAD**2, "max_exp_avg_sq": ABS_MAX_GRAD**2}
-        for name in state.keys() & limits.keys():
-            x = local(state[name])
-            lowest = -limits[name] if name == "exp_avg" else 0.0
-            if x.numel() and not bool(((x >= lowest) & (x <= limits[name])).all()):
-                return f"has values in {name} outside [{lowest:g}, {limits[name]:g}]"
-        return None
+    """What in the codes and scales of a structurally valid state could not have come from an optimizer, or None."""
+    codec = CODECS[codec_of_parameter(p, group)]
     for name in ("exp_avg_sq", "max_exp_avg_sq"):
         if name not in state:
             continue
         blocks = _blocks_of(state, name, group["block_size"])
-        if message := CODECS[codec_name].check(blocks):
+        if message := codec.check(blocks):
             return message.replace("exp_avg_sq_scale", f"{name}_scale")
     return None
 
