@@ -7,6 +7,8 @@
 An FP8 weight is widened where it is used, computed with in BF16 (FP32 on a CPU, where BF16 products are slow), and its
 gradient, which nothing rounds to FP8, is in the dtype of the computation. fused8 updates in FP32 and rounds the new
 weight stochastically, so that updates far below the distance of two FP8 numbers still add up.
+
+Needs fused8[demo].
 """
 
 import argparse

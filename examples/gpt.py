@@ -206,6 +206,8 @@ def train(args: argparse.Namespace, text: Tensor, folder: Path, console: Console
             losses = " ".join(f"{name} {run.losses[-1]:.3f}" for name, run in runs.items())
             ms = 1e3 * (time.perf_counter() - began) / (step + 1) / len(runs)
             progress.update(bar, advance=1, description=f"{losses} {ms:.0f}")
+            if not console.is_terminal and (step + 1) % 50 == 0:  # a log has no bar
+                progress.print(f"step {step + 1}: {losses}, {ms:.0f} ms per step")
     return runs, snapshots
 
 

@@ -123,7 +123,7 @@ def test_estimate_of_ranks(capsys, files):
 def test_report(capsys, files):
     code, out, _ = run(capsys, "report", "last.ckpt")
     assert code == 0
-    assert "optimizer_states[0]: fused8, state of 20,600 parameters after 1 steps" in out
+    assert "last.ckpt: optimizer_states[0]: fused8, state of 20,600 parameters after 1 step" in out
     assert "lr 0.0003" in out and "0.weight" in out
     code, out, _ = run(capsys, "report", "optimizer.pt", "--json")
     found = json.loads(out)[""]
@@ -338,3 +338,15 @@ def test_report_names_the_library_of_each_file(files, capsys):
         torch.save(MAKERS[maker](), "state.pt")
         code, out, _ = run(capsys, "report", "state.pt")
         assert code == 0 and name in out
+
+
+def test_convert_without_safetensors_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.AdamW([p])
+    p.grad = torch.ones(4)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "in.pt")
+    assert cli.main(["convert", str(tmp_path / "in.pt"), str(tmp_path / "out.safetensors"), "--to", "fused8"]) != 0
+    assert "pip install safetensors" in capsys.readouterr().err

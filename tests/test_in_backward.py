@@ -233,3 +233,9 @@ def test_stepping_in_backward_under_ddp_is_refused_before_anything_changes():
         del model
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrong", [torch.optim.AdamW([torch.zeros(1)]), torch.nn.Linear(1, 1)])
+def test_only_our_optimizers_step_in_backward(wrong):
+    with pytest.raises(TypeError, match="step_in_backward takes an Adam8bit or AdamW8bit"):
+        fused8.step_in_backward(wrong)

@@ -696,3 +696,70 @@ def test_without_the_library_the_reference_serves_and_says_so_once(monkeypatch, 
 def test_public_names():
     assert set(fused8.__all__) >= {"Adam8bit", "AdamW8bit"}
     assert issubclass(AdamW8bit, torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"optim_bits": 32}, "param group 1 has optim_bits, which fused8 does not take.*state_bits: 32"),
+        ({"weight_dcay": 0.1}, "param group 1 has weight_dcay, which is no option: did you mean weight_decay"),
+        ({"state_bit": 32}, "did you mean state_bits"),
+    ],
+)
+def test_a_misspelt_option_of_a_group_is_refused(options, message):
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    with pytest.raises(TypeError, match=message):
+        fused8.AdamW8bit([{"params": params[:1]}, {"params": params[1:2]} | options])
+    optimizer = fused8.AdamW8bit([{"params": params[:1]}])
+    with pytest.raises(TypeError, match="param group 1"):
+        optimizer.add_param_group({"params": params[1:2]} | options)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_groups_may_hold_what_is_not_ours():
+    p = torch.nn.Parameter(torch.zeros(4))
+    own = {"name": "head", "initial_lr": 0.1, "lr_scale": 0.5, "layer": 3, 7: "seven"}
+    optimizer = fused8.AdamW8bit([{"params": [p], **own}])
+    assert own.items() <= optimizer.param_groups[0].items()
+    theirs = torch.optim.AdamW([p], lr=0.25)
+    torch.optim.lr_scheduler.OneCycleLR(theirs, max_lr=1.0, total_steps=10)
+    fused8.AdamW8bit(theirs.param_groups)  # with foreach, fused, max_lr, max_momentum and so on
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("weigth_decay", "unexpected keyword argument 'weigth_decay'. Did you mean 'weight_decay'"),
+        ("state_bits", "does not take state_bits: put `state_bits: 32` into a param group"),
+        ("momentum", "unexpected keyword argument 'momentum'$"),
+    ],
+)
+def test_an_argument_that_does_not_exist_says_what_to_do(argument, message):
+    with pytest.raises(TypeError, match=message):
+        fused8.AdamW8bit([torch.nn.Parameter(torch.zeros(4))], **{argument: 1})
+
+
+@pytest.mark.parametrize(
+    "name, value", [("lr", None), ("lr", "x"), ("betas", None), ("betas", (0.9, None)), ("eps", "x"), ("eps", None)]
+)
+def test_a_number_that_was_overwritten_by_none_is_named(name, value):
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = fused8.AdamW8bit([p])
+    p.grad = torch.ones(4)
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=f"param group 0: {name} must be"):
+        optimizer.step()
+    assert not p.any() and not optimizer.state
+
+
+def test_a_parameter_that_was_resized_is_named():
+    p = torch.nn.Parameter(torch.zeros(100, 100))
+    optimizer = fused8.AdamW8bit([p])
+    p.grad = torch.ones(100, 100)
+    optimizer.step()
+    p.data = torch.zeros(50, 50)
+    p.grad = torch.ones(50, 50)
+    with pytest.raises(
+        ValueError, match=r"parameter 0 of group 0 has shape \(100, 100\), and the parameter \(50, 50\)"
+    ):
+        optimizer.step()

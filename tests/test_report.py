@@ -123,5 +123,5 @@ def test_text_of_both():
     text = str(fused8.estimate_memory(model))
     assert "1,003,000 parameters" in text and "bitsandbytes" in text and "7.65" in text  # MiB of torch's AdamW
     text = str(fused8.memory_report(step(model)))
-    assert "after 1 steps" in text and "[1000, 1000]" in text
+    assert "after 1 step" in text and "[1000, 1000]" in text
     assert all(line == line.rstrip() for line in text.splitlines())

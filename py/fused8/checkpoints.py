@@ -135,8 +135,7 @@ def save_safetensors(state_dict: Mapping[str, Any], path: str | os.PathLike[str]
     Raises:
         TypeError, ValueError: this is no optimizer state dict, or holds what safetensors cannot.
     """
-    from safetensors.torch import save_file
-
+    safetensors = _safetensors()
     convert.check_structure(state_dict)
     if extra := state_dict.keys() - {"state", "param_groups"}:
         raise ValueError(f"safetensors cannot hold the entries {', '.join(sorted(map(str, extra)))} of the state dict")
@@ -162,7 +161,15 @@ def save_safetensors(state_dict: Mapping[str, Any], path: str | os.PathLike[str]
     except (TypeError, ValueError) as error:
         raise TypeError(f"safetensors cannot hold an option of the param groups: {error}") from None
     metadata = {"format": "pt", "param_groups": groups}
-    _replace(Path(path), lambda temporary: save_file(tensors, temporary, metadata=metadata))
+    _replace(Path(path), lambda temporary: safetensors.torch.save_file(tensors, temporary, metadata=metadata))
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("files of safetensors need that package: pip install safetensors") from None
+    return safetensors
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -172,15 +179,14 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: the file is damaged, or holds something else.
         OSError: it cannot be read.
     """
-    from safetensors import SafetensorError, safe_open
-
+    safetensors = _safetensors()
     with open(path, "rb"):  # a missing file is an OSError that names it
         pass
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
-    except SafetensorError as error:
+    except safetensors.SafetensorError as error:
         raise ValueError(f"{path} could not be read: {error}") from None
     if "param_groups" not in metadata:
         raise ValueError(f"{path} holds no optimizer state: its metadata has no param_groups")

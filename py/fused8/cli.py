@@ -36,6 +36,7 @@ from .state import BLOCK_SIZES
 OK, ATTENTION, BAD_INPUT = 0, 1, 2  # exit codes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHT_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn}
 REINSTALL = "pip install --no-build-isolation --force-reinstall --no-deps fused8"
 
 
@@ -45,7 +46,7 @@ REINSTALL = "pip install --no-build-isolation --force-reinstall --no-deps fused8
 def estimate(args: argparse.Namespace) -> int:
     result = estimate_memory(
         args.path,
-        dtype=DTYPES.get(args.dtype),
+        dtype=WEIGHT_DTYPES.get(args.dtype),
         grad_dtype=DTYPES.get(args.grad_dtype),
         architecture=args.architecture,
         world_size=args.world_size,
@@ -64,7 +65,7 @@ def report(args: argparse.Namespace) -> int:
     tables: list[Table] = []
     for place, result in found.items():
         first, *others = result.tables()
-        tables += [first._replace(title=f"{place or args.checkpoint.name}: {first.title}"), *others]
+        tables += [first._replace(title=": ".join(filter(None, (args.checkpoint.name, place, first.title)))), *others]
     _show(args, {place: result.to_dict() for place, result in found.items()}, tables)
     return OK
 
@@ -422,7 +423,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument(
         "--min-8bit-size", type=int, default=4096, metavar="N", help="smaller tensors stay in 32 bits (default: 4096)"
     )
-    added.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
+    added.add_argument("--dtype", choices=WEIGHT_DTYPES, help="of the weights (default: as they are)")
     added.add_argument("--grad-dtype", choices=DTYPES, help="of the gradients (default: that of the weights)")
     added.add_argument(
         "--master-bits", type=int, choices=(16, 24, 32), help="of the weights, where their dtype has fewer"

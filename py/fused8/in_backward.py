@@ -148,11 +148,14 @@ def step_in_backward(optimizer: Adam8bit) -> StepInBackward:
         A handle whose `remove()` undoes it.
 
     Raises:
+        TypeError: it is no optimizer of fused8.
         ValueError: the optimizer clips by the global norm, which is not known before backward ends; it, or another
             optimizer of some of its parameters, already steps in backward.
         RuntimeError: from backward, when a parameter gets two gradients without an `optimizer.step()` in between, or
             under DistributedDataParallel; from `step()` with GradScaler.
     """
+    if not isinstance(optimizer, Adam8bit):
+        raise TypeError(f"step_in_backward takes an Adam8bit or AdamW8bit, got {type(optimizer).__name__}")
     if optimizer._in_backward is not None:
         raise ValueError("this optimizer already steps in backward")
     if any(group["max_grad_norm"] is not None for group in optimizer.param_groups):

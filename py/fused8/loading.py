@@ -46,14 +46,16 @@ class Load:
         convert.check_structure(state_dict)
         groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
         if len(groups) != len(saved_groups):
-            raise ValueError(f"the saved state has {len(saved_groups)} param groups, the optimizer {len(groups)}")
+            raise ValueError(
+                f"the saved state has {len(saved_groups)} param groups, the optimizer {len(groups)}. Nothing was loaded"
+            )
         self.report.origin = foreign.origin_of(state_dict)
         result = state_dict | {"state": dict(state_dict["state"]), "param_groups": []}
         for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
             if len(group["params"]) != len(saved["params"]):
                 raise ValueError(
                     f"param group {number} has {len(saved['params'])} parameters in the saved state and "
-                    f"{len(group['params'])} in the optimizer"
+                    f"{len(group['params'])} in the optimizer. Nothing was loaded"
                 )
             where = f"param group {number} of the saved state"
             merged = self._merged(optimizer.defaults, group, saved)

@@ -149,7 +149,7 @@ def _transformers(what: str) -> Any:
     try:
         import transformers
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(f"{what} needs transformers: pip install fused8[hf]") from None
+        raise ModuleNotFoundError(f"{what} needs transformers: pip install 'fused8[hf]'") from None
     return transformers
 
 

@@ -16,17 +16,6 @@ from .offload import Offload
 from .planner import Planner, check_param
 from .step_plan import Bucket, Hyperparameters, StepPlan
 
-_UNSUPPORTED = {
-    "optim_bits": "for 32-bit state put `state_bits: 32` into a param group",
-    "args": "it has no counterpart",
-    "is_paged": "the state is a quarter of the size and is not paged",
-    "percentile_clipping": "clip with torch.nn.utils.clip_grad_norm_",
-    "block_wise": "state is always blockwise; `block_size` sets the block",
-    "foreach": "every step is one fused launch per bucket of tensors",
-    "fused": "every step is fused",
-    "differentiable": "the step is not differentiable; use torch.optim",
-}
-
 
 class _Prepared(NamedTuple):
     """A step that has been checked and planned. Lists run parallel to the plan's buckets."""
@@ -122,10 +111,7 @@ class Adam8bit(torch.optim.Optimizer):
         backend: str | None = None,
         **unsupported: Any,
     ) -> None:
-        for name in unsupported:
-            if name in _UNSUPPORTED:
-                raise TypeError(f"{type(self).__name__} does not take {name}: {_UNSUPPORTED[name]}")
-            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
+        own_name = type(self).__name__
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -147,7 +133,15 @@ class Adam8bit(torch.optim.Optimizer):
             backend=backend,
             state_format=state_of.STATE_FORMAT,
         )
-        options.check(defaults, "the defaults")
+        for name in unsupported:
+            if name == "state_bits":
+                raise TypeError(f"{own_name} does not take state_bits: put `state_bits: 32` into a param group")
+            if name in options.UNSUPPORTED:
+                raise TypeError(f"{own_name} does not take {name}: {options.UNSUPPORTED[name]}")
+            close = options.meant(name, defaults)
+            hint = f". Did you mean {close!r}?" if close else ""
+            raise TypeError(f"{own_name} got an unexpected keyword argument {name!r}{hint}")
+        options.check(defaults, own_name)
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._in_backward: Any = None
         self._offload = Offload()
@@ -161,6 +155,7 @@ class Adam8bit(torch.optim.Optimizer):
         """Add a param group. Options that it lacks take the optimizer's defaults."""
         number = len(self.param_groups)
         if isinstance(param_group, dict):
+            options.check_names(param_group, self.defaults, f"param group {number}")
             options.check(self.defaults | param_group, f"param group {number}")
         super().add_param_group(param_group)
         group = self.param_groups[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,18 @@ DEFAULTS: dict[str, Any] = {
     "offload": None,
     "backend": None,
     "state_format": STATE_FORMAT,
+}
+
+# What other optimizers take and these do not, with what to do.
+UNSUPPORTED = {
+    "optim_bits": "for 32-bit state put `state_bits: 32` into a param group",
+    "args": "it has no counterpart",
+    "is_paged": "the state is a quarter of the size and is not paged",
+    "percentile_clipping": "clip with torch.nn.utils.clip_grad_norm_",
+    "block_wise": "state is always blockwise; `block_size` sets the block",
+    "foreach": "every step is one fused launch per bucket of tensors",
+    "fused": "every step is fused",
+    "differentiable": "the step is not differentiable; use torch.optim",
 }
 
 # Options that decide what a state tensor means: fixed once a group has state.
@@ -65,6 +78,23 @@ def describe_changes(number: int, before: tuple, now: tuple) -> str:
         if old != new
     ]
     return f"param group {number} has state and cannot change {', '.join(changes)}: make a new optimizer instead"
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """Which of the known names a misspelt one may stand for."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None)
+
+
+def check_names(group: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+    """Raise TypeError for an option that does not exist. Schedulers, wrappers and users keep entries of their own in
+    groups, so a name counts as an option if other optimizers have it or if it looks like one of ours."""
+    for name, value in group.items():
+        if name in defaults or name == "params" or not isinstance(name, str):
+            continue
+        if name in UNSUPPORTED and value not in (None, False):  # so much torch writes into groups of its own
+            raise TypeError(f"{where} has {name}, which fused8 does not take: {UNSUPPORTED[name]}")
+        if (close := meant(name, defaults)) is not None:
+            raise TypeError(f"{where} has {name}, which is no option: did you mean {close}?")
 
 
 def shown(value: Any) -> str:
@@ -132,15 +162,24 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, float)
 
 
+def _as_float(x: Any) -> float:
+    """NaN, which is in no range, for what is no number."""
+    try:
+        return float(x)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several elements
+        return math.nan
+
+
 def hyperparameters(group: Mapping[str, Any], number: int) -> Hyperparameters:
     """The numbers of a group as they are now. Schedules, and whoever else writes into groups, may have run off."""
     lr = group["lr"]
     if not isinstance(lr, Tensor) or lr.device.type == "cpu":
-        lr = float(lr)
+        lr = _as_float(lr)
         if not 0 <= lr < math.inf:
-            raise ValueError(f"param group {number}: lr must be a finite number >= 0, got {lr!r}")
-    beta1, beta2 = map(float, group["betas"])
-    eps, weight_decay, seed = float(group["eps"]), float(group["weight_decay"]), group["rounding_seed"]
+            raise ValueError(f"param group {number}: lr must be a finite number >= 0, got {shown(group['lr'])}")
+    betas, seed = group["betas"], group["rounding_seed"]
+    beta1, beta2 = map(_as_float, betas) if isinstance(betas, (tuple, list)) and len(betas) == 2 else (math.nan,) * 2
+    eps, weight_decay = _as_float(group["eps"]), _as_float(group["weight_decay"])
     if not (
         0 <= beta1 < 1
         and 0 <= beta2 < 1

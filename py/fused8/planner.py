@@ -153,7 +153,10 @@ class Planner:
 
 def _checked_state(own: dict[str, Any], p: Tensor, group: dict[str, Any], name: str) -> dict[str, Any]:
     if message := state_of.structural_error(own, p, group):
-        if "param_correction" in message or "dtype" in message:
+        first = own.get("exp_avg")
+        if isinstance(first, Tensor) and first.shape != p.shape:
+            message = f"has shape {tuple(first.shape)}, and the parameter {tuple(p.shape)}: make a new optimizer for it"
+        elif "param_correction" in message or "dtype" in message:
             message += (
                 ". If the model was converted to another dtype after the first step: take optimizer.master_state_dict "
                 "before that, and make a new optimizer after it"

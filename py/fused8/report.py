@@ -86,7 +86,8 @@ class MemoryReport(Tabular):
         note = f"; {without} parameters have no state (yet)" if without else ""
         if self.steps:
             fewest, most = self.steps
-            note = f" after {most} steps{f' (some after {fewest})' if fewest != most else ''}" + note
+            some = f" (some after {fewest})" if fewest != most else ""
+            note = f" after {most} {'step' if most == 1 else 'steps'}{some}{note}"
         tables = [
             Table(
                 f"{self.optimizer}, state of {self.parameters:,} parameters{note}",
