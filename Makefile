@@ -12,17 +12,13 @@ BIN     = $(VENV)/bin
 SOURCES = setup.py pyproject.toml $(wildcard csrc/*.h csrc/*/*)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test coverage fuzz constraints asan bench lint format clean gpu-static gpu-check
+.PHONY: demo test fuzz constraints asan bench lint format clean gpu-static gpu-check
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/gpt.py $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 $(ARGS)
-
-# All tests, and how much of the package they run: fails below the share in pyproject.toml.
-coverage: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered $(ARGS)
 
 # Damaged files and state dicts, for so many seconds:  make fuzz ARGS=600
 fuzz: $(VENV)/.test
