@@ -11,7 +11,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from .contenders import BASELINE, DTYPES, pick
 from .rounds import quartiles
 
 FIRST_STEP = ("fused8 adaptive", BASELINE, "torch foreach", "bitsandbytes 8-bit", "torchao 8-bit", "optimi foreach")
-MEMORY = ("fused8 adaptive", "fused8 dynamic", "fused8 e4m3", *FIRST_STEP[1:])
+OURS = ("fused8 adaptive", "fused8 dynamic", "fused8 e4m3")
+MEMORY = {"fp32": (*OURS, *FIRST_STEP[1:]), "bf16": OURS}  # by dtype
 
 LATER_STEPS = 20
 WAIT = 300  # seconds
@@ -101,10 +102,10 @@ def _reset_peak() -> bool:
 WHAT = {"first_step": first_step, "memory": memory}
 
 
-def collect(what: str, names: Sequence[str], dtypes: Sequence[str], n: int, left_out: Sequence[str] = ()) -> dict:
+def collect(what: str, names_by_dtype: Mapping[str, Sequence[str]], n: int) -> dict:
     """The rows of all contenders, each from a process of its own; only for those that are right."""
     rows, broken = [], []
-    for dtype in dtypes:
+    for dtype, names in names_by_dtype.items():
         for contender in pick(*names):
             verdict = parity.check(contender, dtype)
             row = {"name": contender.name, "ours": contender.options is not None, "dtype": dtype, **verdict.row()}

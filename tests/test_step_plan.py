@@ -68,7 +68,7 @@ def test_each_tensor_names_its_row_of_scalars():
     plan = plan_of(optimizer)
     (bucket,) = plan.buckets
     hyperparameters = [options.hyperparameters(group, i) for i, group in enumerate(optimizer.param_groups)]
-    ((_, scalars, table),) = plan.scalars(hyperparameters)
+    ((scalars, table),) = plan.scalars(hyperparameters)
     assert scalars.shape == (3, 16)  # (group 0, step 2), (group 0, step 3), (group 1, step 3)
     rows = dict(zip(TABLE_COLUMNS, table.t().tolist(), strict=True))
     assert rows == {"scalar_row": [0, 1, 2], "row0": [0] * 3, "col0": [0] * 3, "global_inner": [256, 350, 64]}

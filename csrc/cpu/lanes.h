@@ -298,10 +298,30 @@ inline Ints lookup(const int32_t* table, Ints index) {
 
 #endif
 
-// A hint; the address need not be valid. Not where the compiler vectorizes, which it would keep from doing so.
-inline void prefetch(const void* address) {
-  if constexpr (LANES > 1) __builtin_prefetch(address);
+#if defined(__AVX512F__)
+
+// A permutation of 16-bit words moves the upper halves of the lanes in one operation, where a shift and a conversion
+// take two and three.
+
+inline Floats load(const BFloat16* from) {
+  const __m512i halves = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  const __m512i each_twice = reinterpret_cast<__m512i>(lane_numbers() * 0x10001);
+  return reinterpret_cast<Floats>(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, each_twice, halves));
 }
+
+inline void store(BFloat16* to, Floats x) {
+  const __m512i bits = reinterpret_cast<__m512i>(x);
+  const __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF));
+  rounded = _mm512_mask_add_epi32(rounded, is_odd, rounded, _mm512_set1_epi32(1));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7FC00000));
+  const __m512i upper_halves = reinterpret_cast<__m512i>(lane_numbers() * 0x40004 + 0x30001);
+  const __m512i together = _mm512_permutexvar_epi16(upper_halves, rounded);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(together));
+}
+
+#else
 
 inline Floats load(const BFloat16* from) {
   return bits_float(load(&from->bits) << 16);
@@ -311,6 +331,13 @@ inline void store(BFloat16* to, Floats x) {
   const Uints bits = (Uints)float_bits(x);
   const Ints rounded = (Ints)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
   store(&to->bits, x == x ? rounded : Ints{} + 0x7FC0);
+}
+
+#endif
+
+// A hint; the address need not be valid. Not where the compiler vectorizes, which it would keep from doing so.
+inline void prefetch(const void* address) {
+  if constexpr (LANES > 1) __builtin_prefetch(address);
 }
 
 }  // namespace fused8::FUSED8_ISA

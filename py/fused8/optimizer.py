@@ -14,15 +14,15 @@ from . import convert, gradients, loading, master_weights, offload, ops, options
 from . import state as state_of
 from .offload import Offload
 from .planner import Planner, check_param
-from .step_plan import Bucket, Hyperparameters, StepPlan
+from .step_plan import Bucket, StepPlan
 
 
 class _Prepared(NamedTuple):
     """A step that has been checked and planned. Lists run parallel to the plan's buckets."""
 
     plan: StepPlan
-    hyperparameters: dict[int, Hyperparameters]
-    """By group number."""
+    scalars: list[tuple[Tensor, Tensor]]
+    """Each bucket's scalar table and tensor table."""
     grads: list[list[Tensor]]
     fetched: list[offload.Fetched | None]
     grad_scale: Tensor | None
@@ -334,6 +334,7 @@ class Adam8bit(torch.optim.Optimizer):
             if self.param_groups[number]["max_grad_norm"] is not None:
                 raise RuntimeError("max_grad_norm cannot clip in backward, where the norm is not known: remove() first")
         plan = self._planner.plan(found_inf is not None, only)
+        scalars = plan.scalars(hyperparameters)
         grads = [bucket.local_grads() for bucket in plan.buckets]
         fetched = [
             self._offload.fetch(bucket.params, own) if bucket.key.offload_from is not None else None
@@ -344,21 +345,21 @@ class Adam8bit(torch.optim.Optimizer):
                 [(bucket.params, own) for bucket, own in zip(plan.buckets, grads, strict=True)]
             )
             self.last_grad_norm, grad_scale = gradients.clip(norm, grad_scale, max_grad_norm)
-        return _Prepared(plan, hyperparameters, grads, fetched, grad_scale, found_inf, launched=[])
+        return _Prepared(plan, scalars, grads, fetched, grad_scale, found_inf, launched=[])
 
     @torch.no_grad()
     def _execute(self, step: _Prepared) -> None:
-        scalars = step.plan.scalars(step.hyperparameters)
         # A signal that comes during a launch is delivered when it returns: by then the step must have been counted.
         for counters in step.plan.counters:
             counters.advance(step.found_inf)
         try:
-            for (bucket, rows, table), grads, fetched in zip(scalars, step.grads, step.fetched, strict=True):
+            work = list(zip(step.plan.buckets, step.grads, step.scalars, step.fetched, strict=True))
+            for bucket, grads, scalars, fetched in work:
                 if fetched is None:
-                    self._run(bucket, grads, rows, table, step)
-            for (bucket, rows, table), fetched in zip(scalars, step.fetched, strict=True):
+                    self._run(bucket, grads, *scalars, step)
+            for bucket, _, scalars, fetched in work:
                 if fetched is not None:  # the CPU works while the devices do
-                    self._run_offloaded(bucket, fetched, rows, table, step)
+                    self._run_offloaded(bucket, fetched, *scalars, step)
         except BaseException:
             for bucket in step.plan.buckets:
                 if bucket not in step.launched:

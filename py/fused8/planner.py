@@ -12,12 +12,10 @@ from torch import Tensor
 from . import backends, offload, options, sharding
 from . import state as state_of
 from .formats import CORRECTION_DTYPES, FORMATS
-from .step_plan import BucketKey, Entry, StepPlan
+from .step_plan import STEP_LIMIT, BucketKey, Entry, StepPlan
 
 PARAM_DTYPES = (torch.float32, *FORMATS)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_STEP_LIMIT = "the optimizer has made 2^24 steps; a float32 step counter cannot count further"
 
 
 class Planner:
@@ -51,9 +49,6 @@ class Planner:
         if plan is None or current_options != known_options or not self._holds(plan, count_on_device, only):
             plan = self._build(count_on_device, only)
             self._plans[only] = (current_options, plan)
-        for counters in plan.counters:
-            if counters.largest() >= state_of.MAX_STEP:
-                raise RuntimeError(_STEP_LIMIT)
         return plan
 
     def _participants(self, only: Tensor | None) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -165,7 +160,7 @@ def _checked_state(own: dict[str, Any], p: Tensor, group: dict[str, Any], name: 
     if not isinstance(own["step"], Tensor):
         own = own | {"step": torch.tensor(float(own["step"]), device="cpu")}
     if own["step"].device.type == "cpu" and float(own["step"]) >= state_of.MAX_STEP:
-        raise RuntimeError(_STEP_LIMIT)
+        raise RuntimeError(STEP_LIMIT)
     device = state_of.device_of(p, group)
     for tensor_name, tensor in own.items():
         if tensor_name != "step" and tensor.device != device:
