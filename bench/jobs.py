@@ -110,11 +110,11 @@ def _threads(threads: int) -> Callable[[Settings], dict[str, Any]]:
 
 
 def _sizes(settings: Settings) -> dict[str, Any]:
-    return scaling.growth_with_size(settings.growth_sizes, settings.seconds(30))
+    return scaling.growth_with_size(settings.growth_sizes, settings.seconds(20))
 
 
 def _tensors(settings: Settings) -> dict[str, Any]:
-    return scaling.growth_with_tensors(settings.tensor_counts, settings.tensor_total, settings.seconds(30))
+    return scaling.growth_with_tensors(settings.tensor_counts, settings.tensor_total, settings.seconds(40))
 
 
 def _schedule(settings: Settings) -> dict[str, Any]:

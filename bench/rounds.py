@@ -5,11 +5,13 @@ What counts is the ratio to the baseline of the same round.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 MIN_ROUNDS = 9
 SLOW_ROUNDS = 3  # for what takes so long that MIN_ROUNDS do not fit into its share of the time
@@ -53,6 +55,19 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return first, middle, third
 
 
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """As `timeit` does: with 10,000 tensors a collection takes as long as a step, and hits any optimizer."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@no_garbage_collection()
 def interleave(timed: Sequence[Timed], baseline: str, seconds: float) -> None:
     """Fill in `times` and `ratios` until all ratios are known well, or the time is up."""
     pace = {t.name: t.warm_up() for t in timed}

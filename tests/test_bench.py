@@ -1,5 +1,6 @@
 """Every part of `make bench`, with tiny sizes and without the other libraries. No time is judged."""
 
+import gc
 import dataclasses
 import json
 import shutil
@@ -123,6 +124,13 @@ def test_slow_ones_take_part_in_few_rounds():
     assert len(slow.times) == rounds.SLOW_ROUNDS
     assert len(fast.times) == len(third.times) == rounds.MIN_ROUNDS
     assert third.ratios[0] == pytest.approx(0.5, rel=1e-3)
+
+
+def test_garbage_is_not_collected_while_steps_are_timed():
+    seen = []
+    own = rounds.Timed("own", lambda: seen.append(gc.isenabled()))
+    rounds.interleave([own], "own", 0.01)
+    assert seen and not any(seen) and gc.isenabled()
 
 
 def test_a_fit_finds_the_line_it_was_given():
