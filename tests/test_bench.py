@@ -1,7 +1,7 @@
 """Every part of `make bench`, with tiny sizes and without the other libraries. No time is judged."""
 
-import gc
 import dataclasses
+import gc
 import json
 import shutil
 import sys

@@ -718,7 +718,7 @@ def test_a_misspelt_option_of_a_group_is_refused(options, message):
 
 def test_groups_may_hold_what_is_not_ours():
     p = torch.nn.Parameter(torch.zeros(4))
-    own = {"name": "head", "initial_lr": 0.1, "lr_scale": 0.5, "layer": 3, 7: "seven"}
+    own = {"name": "head", "initial_lr": 0.1, "lr_scale": 0.5, "weight_decay_mult": 1.0, "layer": 3, 7: "seven"}
     optimizer = fused8.AdamW8bit([{"params": [p], **own}])
     assert own.items() <= optimizer.param_groups[0].items()
     theirs = torch.optim.AdamW([p], lr=0.25)

@@ -81,8 +81,9 @@ def describe_changes(number: int, before: tuple, now: tuple) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str | None:
-    """Which of the known names a misspelt one may stand for."""
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None)
+    """Which of the known names a misspelt one may stand for. `weight_decay_mult` is a name of its own."""
+    of_a_length = [other for other in known if abs(len(other) - len(name)) <= 2]
+    return next(iter(difflib.get_close_matches(name, of_a_length, n=1, cutoff=0.8)), None)
 
 
 def check_names(group: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
