@@ -384,3 +384,29 @@ def test_the_tiles_of_a_tensor_of_more_than_2_to_the_31_elements_cover_it_once(c
     covered = torch.where(flavour == launch.UNALIGNED.value, per_tile // launch.UNALIGNED_PART.value, per_tile)
     ends = (first + covered).clamp(max=blocks)
     assert first[0] == 0 and ends[-1] == blocks and torch.equal(first[1:], ends[:-1])
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_a_damaged_state_harms_its_own_parameter_alone(codec, isa, monkeypatch):
+    """Scales that nothing checks any more: no table is left, no neighbour touched."""
+    monkeypatch.setenv("FUSED8_CPU_ISA", isa)
+    try:
+        torch.ops.fused8.cpu_isa()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+    def second_parameter(damage):
+        params = make_parameters([SHAPE, SHAPE, SHAPE])
+        optimizer = fused8.AdamW8bit(params, lr=LR, codec=codec, min_8bit_size=0, backend="cpp")
+        for step, bad in enumerate((None, math.nan, math.inf, -math.inf, -1.0, 3e38)):
+            for p in params:
+                p.grad = normal(step)
+                for name in ("exp_avg_scale", "exp_avg_sq_scale") if bad is not None and damage else ():
+                    scale = optimizer.state[p][name]
+                    if p is not params[1]:
+                        scale.fill_(bad if scale.is_floating_point() else -5)
+            optimizer.step()
+        return params[1].detach()
+
+    assert_same_bits(second_parameter(True), second_parameter(False), f"{codec} {isa}")

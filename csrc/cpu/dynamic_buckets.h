@@ -18,8 +18,9 @@ struct Buckets {
   int32_t entry[COUNT];
 };
 
-using SignedBuckets = Buckets<17, 1 << 15>;                   // 64 for each power of two
-using UnsignedBuckets = Buckets<16, (0x3F800000 >> 16) + 1>;  // 128, from 0 to 1
+// With entries for all FP32 patterns, so that no state, however damaged, leads out of the table.
+using SignedBuckets = Buckets<17, 1 << 15>;    // 64 for each power of two
+using UnsignedBuckets = Buckets<16, 1 << 15>;  // 128, and none for the negative
 extern const SignedBuckets SIGNED_BUCKETS;
 extern const UnsignedBuckets UNSIGNED_BUCKETS;
 
