@@ -704,6 +704,7 @@ def test_public_names():
         ({"optim_bits": 32}, "param group 1 has optim_bits, which fused8 does not take.*state_bits: 32"),
         ({"weight_dcay": 0.1}, "param group 1 has weight_dcay, which is no option: did you mean weight_decay"),
         ({"state_bit": 32}, "did you mean state_bits"),
+        ({"args": torch.ones(3)}, "param group 1 has args"),
     ],
 )
 def test_a_misspelt_option_of_a_group_is_refused(options, message):
@@ -724,6 +725,9 @@ def test_groups_may_hold_what_is_not_ours():
     theirs = torch.optim.AdamW([p], lr=0.25)
     torch.optim.lr_scheduler.OneCycleLR(theirs, max_lr=1.0, total_steps=10)
     fused8.AdamW8bit(theirs.param_groups)  # with foreach, fused, max_lr, max_momentum and so on
+    fused8.AdamW8bit(torch.optim.AdamW([p], fused=True).param_groups)
+    fused8.AdamW8bit(torch.optim.Rprop([p]).param_groups)  # etas
+    fused8.AdamW8bit([{"params": [p], "betas": (0.9, 0.99), "beta3": None, "weight_decay": 0.1, "weight_decay2": 0.2}])
 
 
 @pytest.mark.parametrize(

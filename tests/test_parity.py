@@ -90,7 +90,7 @@ def blocks_around_every_floor():
     near = (middles[:, None] * divisors.double()).float()
     patterns = near.view(torch.int32)[..., None] + torch.arange(-4, 5, dtype=torch.int32)
     x = patterns.view(torch.float32).permute(1, 0, 2).reshape(len(divisors), -1)
-    x = torch.where(x.abs() <= divisors[:, None], x, 0.0)
+    x = torch.where(x.abs() <= divisors[:, None], x, -0.0)
     x = torch.nn.functional.pad(x, (0, -x.shape[1] % 255)).view(len(divisors), -1, 255)
     return torch.cat([divisors[:, None, None].expand(-1, x.shape[1], 1), x], dim=2).reshape(-1, 256)
 

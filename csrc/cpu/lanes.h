@@ -335,6 +335,10 @@ inline void store(BFloat16* to, Floats x) {
 
 #endif
 
+inline Floats with_sign_of(Floats x, Floats magnitude) {
+  return bits_float((float_bits(magnitude) & MAGNITUDE_MASK) | (float_bits(x) & ~MAGNITUDE_MASK));
+}
+
 // A hint; the address need not be valid. Not where the compiler vectorizes, which it would keep from doing so.
 inline void prefetch(const void* address) {
   if constexpr (LANES > 1) __builtin_prefetch(address);

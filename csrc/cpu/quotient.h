@@ -7,7 +7,7 @@
 namespace fused8::FUSED8_ISA {
 
 // x / divisor for |x| <= divisor, divisor > 0: correctly rounded, except that a quotient below 2^-23 may be another one
-// below 2^-23.
+// below 2^-23, of the same sign; so may be 0.
 //
 // Where the processor can multiply and add with one rounding, three operations take the place of the division
 // (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor"): with the reciprocal r
@@ -29,7 +29,7 @@ class Quotient {
       const Floats reciprocal = Floats{} + reciprocal_;
       const Floats estimate = x * reciprocal;
       const Floats rest = multiply_subtract_from(estimate, Floats{} + divisor_, x);
-      return multiply_add(rest, reciprocal, estimate);
+      return with_sign_of(x, multiply_add(rest, reciprocal, estimate));
     }
 #endif
     return x / divisor_;

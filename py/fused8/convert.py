@@ -31,7 +31,7 @@ Progress = Callable[[int], None]
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 _ALSO_TORCH = ("amsgrad", "maximize", "decoupled_weight_decay", "capturable")
-_ONLY_FUSED8 = (*(name for name in options.DEFAULTS if name not in _ALSO_TORCH), state_of.CORRECTED_DTYPES)
+_ONLY_FUSED8 = tuple(name for name in options.DEFAULTS if name not in _ALSO_TORCH)
 
 
 class Converted(NamedTuple):

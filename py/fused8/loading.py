@@ -13,10 +13,9 @@ from . import state as state_of
 from .foreign import FUSED8
 from .sharding import local
 from .sources import require_readable
-from .state import CORRECTED_DTYPES
 
 CORRECTION = "param_correction"
-_DECIDE_FORMAT = ("codec", "block_size", "master_bits", CORRECTED_DTYPES)
+_DECIDE_FORMAT = ("codec", "block_size", "master_bits")
 
 
 class Box:
@@ -85,7 +84,6 @@ class Load:
         missing: Mapping[str, Any] = defaults
         if self.report.origin != FUSED8:  # a foreign file lacks many options: those set for this group stay
             missing = {name: group[name] for name in defaults}
-        adapted.pop(CORRECTED_DTYPES, None)
         return {**missing, **adapted, **{name: group[name] for name in options.OWN_OPTIONS}}
 
     def _state(
@@ -99,14 +97,21 @@ class Load:
         saved, correction = dict(saved), None
         if CORRECTION in saved:
             correction = saved.pop(CORRECTION)
+            if (
+                isinstance(correction, Mapping) and not correction
+            ):  # torch's sign, in flattened states, that there is none
+                correction = None
         source = foreign.source_of(saved, p, {**as_saved, "master_bits": None})
         converted = convert.own_state(source, p, group, state_of.device_of(p, group))
         self.report.add(source, foreign.in_words(state_of.codec_of_parameter(p, group), group["block_size"]), converted)
         own = converted.tensors
         spec = state_of.specs_of_parameter(p, group).get(CORRECTION)
         if spec is not None:
-            if correction is not None:
-                _require_same_bits(p, group, as_saved)
+            if correction is not None and as_saved["master_bits"] != group["master_bits"]:
+                raise ValueError(
+                    f"has {CORRECTION} for master_bits={as_saved['master_bits']}, and the optimizer has "
+                    f"{group['master_bits']}"
+                )
             kept = existing if correction is None else correction
             own[CORRECTION] = _checked_correction(kept, p, spec).to(state_of.device_of(p, group))
         elif p.dtype != torch.float32 and (correction is not None or as_saved["master_bits"] is not None):
@@ -134,20 +139,6 @@ class Load:
         for name in ("amsgrad", "maximize"):
             if merged[name] != group[name]:
                 notes[f"{name} is {'on' if merged[name] else 'off'}, as in the file"] = None
-
-
-def _require_same_bits(p: Tensor, group: Mapping[str, Any], as_saved: Mapping[str, Any]) -> None:
-    """Raise unless saved extra mantissa bits continue a parameter of this dtype, and are as many as the group keeps."""
-    if as_saved["master_bits"] != group["master_bits"]:
-        raise ValueError(
-            f"has {CORRECTION} for master_bits={as_saved['master_bits']}, and the optimizer has {group['master_bits']}"
-        )
-    dtypes = as_saved.get(CORRECTED_DTYPES, [str(p.dtype)])  # ZeroRedundancyOptimizer leaves it out
-    if not isinstance(dtypes, (list, tuple)) or str(p.dtype) not in dtypes:
-        raise ValueError(
-            f"has {CORRECTION} of parameters in {options.shown(dtypes)}, and this one is in {p.dtype}: from dtype to "
-            "dtype master_state_dict and load_master_state_dict take the weights"
-        )
 
 
 def _checked_correction(correction: Any, p: Tensor, spec: state_of.TensorSpec) -> Tensor:

@@ -15,7 +15,10 @@ CHUNK_ELEMENTS = 1 << 20
 
 
 def state_dict(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """`model.state_dict()` with the parameters of the optimizer in FP32, the bits in `param_correction` included."""
+    """`model.state_dict()` with the parameters of the optimizer in FP32, the bits in `param_correction` included.
+
+    A tied weight is one tensor under several names, as there.
+    """
     ours = set(options.parameters(optimizer.param_groups))
     result: dict[str, Any] = {}
     masters: dict[Tensor, Tensor] = {}

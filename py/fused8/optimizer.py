@@ -197,9 +197,6 @@ class Adam8bit(torch.optim.Optimizer):
             key: value | {"step": value["step"].clone()} if isinstance(value.get("step"), Tensor) else value
             for key, value in result["state"].items()
         }
-        for group, saved in zip(self.param_groups, result["param_groups"], strict=False):
-            if dtypes := state_of.corrected_dtypes(group):
-                saved[state_of.CORRECTED_DTYPES] = dtypes
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -214,8 +211,7 @@ class Adam8bit(torch.optim.Optimizer):
         master_bits, offload, max_grad_norm and backend, which stay its own; options that are missing take the defaults,
         and with a file of another library the group's own. So a file that does not say whether its weight decay was
         decoupled changes nothing about that. Extra bits of weights (`master_bits`) that the file does not have stay as
-        they are: `load_master_state_dict` may come before or after. Those of another dtype, or fewer or more, are
-        refused.
+        they are: `load_master_state_dict` may come before or after. Fewer or more bits are refused.
 
         Raises:
             ValueError, TypeError: the groups, the shapes, dtypes or values do not fit, or the format is not known.
@@ -254,7 +250,7 @@ class Adam8bit(torch.optim.Optimizer):
         """`model.state_dict()` with the parameters of this optimizer in FP32, for a checkpoint of full precision.
 
         With `master_bits` that is the parameter and its `param_correction` together: all the bits that the optimizer
-        works with. Without, it is the parameter itself. Buffers and other parameters stay as they are.
+        works with. A tied weight is one tensor under several names, as in `model.state_dict()`. Without, it is the parameter itself. Buffers and other parameters stay as they are.
         """
         self._settle()
         return master_weights.state_dict(self, model)

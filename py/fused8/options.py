@@ -46,6 +46,9 @@ UNSUPPORTED = {
     "differentiable": "the step is not differentiable; use torch.optim",
 }
 
+# Of these, what may stand in a param group: torch writes it into its own, and it only asks for speed.
+HARMLESS = ("foreach", "fused")
+
 # Options that decide what a state tensor means: fixed once a group has state.
 FROZEN_OPTIONS = ("codec", "block_size", "min_8bit_size", "state_bits", "amsgrad", "master_bits", "offload")
 # Options that stay the optimizer's own when a state is loaded: the frozen ones that a file cannot change by itself,
@@ -81,8 +84,9 @@ def describe_changes(number: int, before: tuple, now: tuple) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str | None:
-    """Which of the known names a misspelt one may stand for. `weight_decay_mult` is a name of its own."""
-    of_a_length = [other for other in known if abs(len(other) - len(name)) <= 2]
+    """Which of the known names a misspelt one may stand for. `weight_decay_mult` is a name of its own, and so are
+    short ones, such as Rprop's `etas`."""
+    of_a_length = [other for other in known if abs(len(other) - len(name)) <= 2 and len(name) > 5]
     return next(iter(difflib.get_close_matches(name, of_a_length, n=1, cutoff=0.8)), None)
 
 
@@ -92,9 +96,9 @@ def check_names(group: Mapping[str, Any], defaults: Mapping[str, Any], where: st
     for name, value in group.items():
         if name in defaults or name == "params" or not isinstance(name, str):
             continue
-        if name in UNSUPPORTED and value not in (None, False):  # so much torch writes into groups of its own
+        if name in UNSUPPORTED and name not in HARMLESS and value is not None and value is not False:
             raise TypeError(f"{where} has {name}, which fused8 does not take: {UNSUPPORTED[name]}")
-        if (close := meant(name, defaults)) is not None:
+        if (close := meant(name, defaults)) is not None and close not in group:
             raise TypeError(f"{where} has {name}, which is no option: did you mean {close}?")
 
 

@@ -17,7 +17,6 @@ STATE_FORMAT = 1  # what a saved group's `state_format` says; raised when the me
 BLOCK_SIZES = (64, 128, 256)
 MIN_8BIT_VECTOR = 1 << 20  # a 1-D parameter below this stays in 32 bits: biases and norms, cheap and sensitive
 MIN_8BIT_ROW = 8  # rows of fewer elements would pay more for their scales than they save
-CORRECTED_DTYPES = "corrected_dtypes"  # what a saved group has beside the options, if it has master_bits
 MAX_STEP = 1 << 24  # a float32 step counter cannot count beyond
 
 
@@ -55,11 +54,6 @@ def correction_bits(dtype: torch.dtype, group: Mapping[str, Any]) -> int:
     if group["master_bits"] is None or dtype == torch.float32:
         return 0
     return group["master_bits"] - 8 * dtype.itemsize
-
-
-def corrected_dtypes(group: Mapping[str, Any]) -> list[str]:
-    """The dtypes of the parameters that a group keeps extra bits of. The bits of BF16 and FP16 look alike."""
-    return sorted({str(p.dtype) for p in group["params"] if correction_bits(p.dtype, group)})
 
 
 def state_specs(

@@ -58,10 +58,21 @@ void check_codes() {
   }
 }
 
-// x / divisor for all mantissas of x and one divisor.
+// x / divisor for all mantissas of x and one divisor; and the signs of quotients that are next to nothing.
 void check_quotients(uint32_t divisor_bits) {
   const float divisor = bits_float(static_cast<int32_t>(divisor_bits));
   const Quotient quotient(divisor);
+  for (uint32_t i = 0; i < 1u << 16; ++i) {
+    const Floats x = from_patterns((i & 1) << 31 | (i >> 1) << 8);  // +-0 and on to 2^-125
+    const Floats got = quotient(x);
+    for (int k = 0; k < LANES; ++k) {
+      const float expected = lane(x, k) / divisor;
+      const bool right = std::fabs(expected) < 0x1p-23f ? std::fabs(lane(got, k)) < 0x1p-23f : lane(got, k) == expected;
+      if (!right || std::signbit(lane(got, k)) != std::signbit(expected)) {
+        fail("small quotient", lane(x, k), lane(got, k), expected);
+      }
+    }
+  }
   for (uint32_t mantissa = 0; mantissa < 1u << 23; mantissa += LANES) {
     const Floats x = from_patterns((divisor_bits & ~0x7FFFFFu) - (1 << 23) + mantissa);
     const Floats got = quotient(x);
