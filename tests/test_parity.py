@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from fused8 import AdamW8bit
 from fused8.backends import BACKENDS
 from fused8.codecs import CODECS as CODEC_OF
 from fused8.codecs import Dynamic
@@ -129,6 +130,24 @@ def test_cpp_rounds_to_codes_as_the_reference_on_both_sides_of_every_floor(codec
                 continue
             for ours, truth in zip(encoded("cpp", codec, **case), expected, strict=True):
                 assert_same_bits(ours, truth, f"{isa} {name}")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_cpp_keeps_the_sign_of_zero(codec, cpp):
+    """A moment that was rounded to -0 meets a gradient of -0: E4M3 has a code for it."""
+
+    def stepped(backend):
+        p = torch.nn.Parameter(torch.zeros(64, 64))
+        optimizer = AdamW8bit([p], codec=codec, backend=backend, min_8bit_size=0)
+        for small in (-1e-6, -0.0):
+            p.grad = torch.ones(64, 64)
+            p.grad[:, 1] = small
+            optimizer.step()
+        return optimizer
+
+    expected = stepped("reference")
+    for isa, _ in cpp(steps=1):
+        assert_same_optimizers(stepped("cpp"), expected, f"{isa} {codec}")
 
 
 @pytest.mark.parametrize("isa", ISAS)

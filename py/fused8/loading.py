@@ -97,10 +97,8 @@ class Load:
         saved, correction = dict(saved), None
         if CORRECTION in saved:
             correction = saved.pop(CORRECTION)
-            if (
-                isinstance(correction, Mapping) and not correction
-            ):  # torch's sign, in flattened states, that there is none
-                correction = None
+            if isinstance(correction, Mapping) and not correction:
+                correction = None  # so torch fills in what a flattened state does not have
         source = foreign.source_of(saved, p, {**as_saved, "master_bits": None})
         converted = convert.own_state(source, p, group, state_of.device_of(p, group))
         self.report.add(source, foreign.in_words(state_of.codec_of_parameter(p, group), group["block_size"]), converted)

@@ -250,7 +250,8 @@ class Adam8bit(torch.optim.Optimizer):
         """`model.state_dict()` with the parameters of this optimizer in FP32, for a checkpoint of full precision.
 
         With `master_bits` that is the parameter and its `param_correction` together: all the bits that the optimizer
-        works with. A tied weight is one tensor under several names, as in `model.state_dict()`. Without, it is the parameter itself. Buffers and other parameters stay as they are.
+        works with. Without, it is the parameter itself. Buffers and other parameters stay as they are. A tied weight is
+        one tensor under several names, as in `model.state_dict()`.
         """
         self._settle()
         return master_weights.state_dict(self, model)
