@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from fused8.step_plan import scalar_table
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 CODECS = ("adaptive", "dynamic", "e4m3")
+ISAS = ("generic", "avx2", "avx512")
 
 FLAGS: dict[str, dict[str, Any]] = {
     "adamw": dict(weight_decay=0.01),
@@ -63,6 +65,23 @@ SHAPES = (
     (4, 5, 70),
     (2, 3, 256),
 )
+
+
+def choose_isa(isa: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Have the C++ kernel take an instruction set; False where the processor, an older one, does not have it."""
+    monkeypatch.setenv("FUSED8_CPU_ISA", isa)
+    try:
+        assert torch.ops.fused8.cpu_isa() == isa
+    except RuntimeError as error:
+        assert isa != "generic" and "does not have" in str(error)
+        return False
+    return True
+
+
+def require_isa(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, and the test is skipped there."""
+    if not choose_isa(isa, monkeypatch):
+        pytest.skip(f"this processor does not have {isa}")
 
 
 def storage_options(dtype: torch.dtype) -> dict[str, dict[str, Any]]:

@@ -6,18 +6,15 @@ from pathlib import Path
 
 import pytest
 import setuptools
-import torch
+
+from .support import ISAS, require_isa
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_number_comes_out_as_by_the_plain_way(isa, tmp_path, monkeypatch):
-    monkeypatch.setenv("FUSED8_CPU_ISA", isa)
-    try:
-        torch.ops.fused8.cpu_isa()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    require_isa(isa, monkeypatch)
     monkeypatch.chdir(ROOT)  # setup.py looks for its sources from there
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     build = runpy.run_path("setup.py")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import setuptools
-import torch
 
 from . import thread_sanitizer
+from .support import ISAS, choose_isa
 
 ROOT = Path(__file__).parent.parent
 CASES = 4 * 11  # codecs and ways to store parameters
@@ -36,15 +36,6 @@ def compiled(folder):
     return folder / "races"
 
 
-def instruction_sets(monkeypatch):
-    for isa in ("generic", "avx2", "avx512"):
-        monkeypatch.setenv("FUSED8_CPU_ISA", isa)
-        try:
-            yield torch.ops.fused8.cpu_isa()
-        except RuntimeError as error:
-            assert isa != "generic" and "does not have" in str(error)
-
-
 def assert_all_ok(done, what):
     assert done.returncode == 0, f"{what}: {done.stderr[-5000:]}"
     lines = done.stdout.splitlines()
@@ -55,7 +46,9 @@ def test_threads_do_not_race_and_would_be_seen_to(tmp_path, monkeypatch):
     """One test, so that the program is compiled once, however many workers there are: about 20 s."""
     thread_sanitizer.skip_without()
     program = compiled(tmp_path)
-    for isa in instruction_sets(monkeypatch):
+    for isa in ISAS:
+        if not choose_isa(isa, monkeypatch):
+            continue
         assert_all_ok(thread_sanitizer.run(program, isa), isa)
         # Each array that two threads write is reported, so that silence above says something.
         assert_all_ok(thread_sanitizer.run(program, isa, "shared", options=COUNT_ALL), f"{isa}, shared")

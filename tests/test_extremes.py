@@ -14,7 +14,7 @@ from fused8.state import MAX_STEP, rows_and_inner
 from fused8.step_plan import Hyperparameters, scalar_row, scalar_table
 
 from .support import CODECS as CODEC_NAMES
-from .support import assert_same_bits, assert_same_optimizers, make_parameters, parameters
+from .support import ISAS, assert_same_bits, assert_same_optimizers, make_parameters, parameters, require_isa
 
 FORMATS = (*CODEC_NAMES, FP32)
 BACKENDS = ("cpp", "reference")
@@ -386,15 +386,11 @@ def test_the_tiles_of_a_tensor_of_more_than_2_to_the_31_elements_cover_it_once(c
     assert first[0] == 0 and ends[-1] == blocks and torch.equal(first[1:], ends[:-1])
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_a_damaged_state_harms_its_own_parameter_alone(codec, isa, monkeypatch):
     """Scales that nothing checks any more: no table is left, no neighbour touched."""
-    monkeypatch.setenv("FUSED8_CPU_ISA", isa)
-    try:
-        torch.ops.fused8.cpu_isa()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    require_isa(isa, monkeypatch)
 
     def second_parameter(damage):
         params = make_parameters([SHAPE, SHAPE, SHAPE])

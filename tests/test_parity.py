@@ -16,16 +16,17 @@ from .support import (
     DTYPES,
     FLAGS,
     FP8_DTYPES,
+    ISAS,
     SHAPES,
     STORAGE,
     STORAGE_IDS,
     assert_same_bits,
     assert_same_optimizers,
     assert_stores_as_the_reference,
+    choose_isa,
+    require_isa,
     run,
 )
-
-ISAS = ("generic", "avx2", "avx512")
 
 
 @pytest.fixture
@@ -34,13 +35,8 @@ def cpp(monkeypatch):
 
     def runs(**options):
         for isa in ISAS:
-            monkeypatch.setenv("FUSED8_CPU_ISA", isa)
-            try:
-                assert torch.ops.fused8.cpu_isa() == isa
-            except RuntimeError as error:  # an older processor: the others are still compared
-                assert isa != "generic" and "does not have" in str(error)
-                continue
-            yield isa, run("cpp", SHAPES, **options)
+            if choose_isa(isa, monkeypatch):
+                yield isa, run("cpp", SHAPES, **options)
 
     return runs
 
@@ -123,10 +119,7 @@ def test_cpp_rounds_to_codes_as_the_reference_on_both_sides_of_every_floor(codec
     for name, case in cases.items():
         expected = encoded("reference", codec, **case)
         for isa in ISAS:
-            monkeypatch.setenv("FUSED8_CPU_ISA", isa)
-            try:
-                torch.ops.fused8.cpu_isa()
-            except RuntimeError:
+            if not choose_isa(isa, monkeypatch):
                 continue
             for ours, truth in zip(encoded("cpp", codec, **case), expected, strict=True):
                 assert_same_bits(ours, truth, f"{isa} {name}")
@@ -153,12 +146,7 @@ def test_cpp_keeps_the_sign_of_zero(codec, cpp):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *FP8_DTYPES])
 def test_cpp_stores_every_kind_of_number_as_the_reference(dtype, isa, monkeypatch):
-    monkeypatch.setenv("FUSED8_CPU_ISA", isa)
-    if isa != "generic":
-        try:
-            torch.ops.fused8.cpu_isa()
-        except RuntimeError as error:
-            pytest.skip(str(error))
+    require_isa(isa, monkeypatch)
     for extra, stochastic in itertools.product((0, 8, 16), (False, True)):
         assert_stores_as_the_reference("cpp", dtype, extra, stochastic)
 
